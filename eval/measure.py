@@ -8,13 +8,13 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.split_attention import steady_kernels
 from ..targets.tokenizers import TextStream
-from .acceptance import text_kinds, token_kinds
+from .acceptance import text_kinds, token_kinds, unexplained_drafts
 from .batch_timing import batch_count, measure_batches
 from .generation_config import base_sampling, sampled_settings
 from .interleaved_runs import Racer, TimedCompletion, in_time, race
@@ -62,7 +62,9 @@ from .reports.report import DEFINITIONS, ENERGY, Conditions, ContestantInfo, Rep
 from .reports.statistics import Bootstrap, strata_of
 from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
 
+Part = TypeVar("Part")
 PLAIN, GENERATE = "plain", "transformers.generate"
+_CHECKED = 8  # prompts by which the verification is checked
 _SHOWN, _SHOWN_TOKENS = 2, 512  # of the best and of the worst prompts, whose texts a report keeps
 
 
@@ -130,6 +132,7 @@ def measure(
         with progress(console if total else None, "answering first turns", total, transient=True) as advance:
             lengths = settings.max_new_tokens, settings.max_prompt_tokens
             jobs = with_later_turns(target, jobs, *lengths, tick=lambda: advance(1, ""))
+        findings = list(_findings(target, entrants, jobs, settings)) if racer is None and until is None else []
         first = jobs[:1] if until is None else [min(jobs, key=lambda job: job.length)]
         if target.device.type == "cuda":  # what is captured for the longest prompt serves the others
             first = longest_first(jobs)
@@ -147,10 +150,24 @@ def measure(
         contestants=[_info(c) for c in entrants] + [ContestantInfo(name=GENERATE, kind="generate")] * generate_baseline,
         baselines=baselines,
         figures=summarise(records, rules, baselines, settings.seed, conditions.floor),
+        findings=findings,
         groups=summarise_groups(records, baselines, settings.seed),
         batches=batches,
         records=records,
     )
+
+
+def _findings(
+    target: Target, entrants: Sequence[Contestant], jobs: Sequence[PromptJob], settings: EvalSpec
+) -> Iterator[str]:
+    """Yield a sentence for each drafter and temperature at which first drafts are not kept as often as p and q say."""
+    texts, sampling = [job for job in jobs if not job.prompt.images][:_CHECKED], base_sampling(target, settings)
+    for entrant in entrants:
+        decoder = Decoder(target, entrant.drafter, static=False)  # each round is looked at from the host
+        for t in settings.temperatures:
+            asked = texts, settings.max_new_tokens, replace(sampling, temperature=t), entrant.plan
+            if said := unexplained_drafts(decoder, *asked):
+                yield f"{entrant.name} at temperature {t:g}: {said}"
 
 
 def _in_batches(
@@ -560,6 +577,7 @@ def _figures_of(
         drafted = [sum(r.drafted) for r in own]
         accepted = Ratio([sum(r.accepted) for r in own], drafted)
         speed, joules = speed_ratio(own), [r.joules for r in own if r.joules is not None]
+        ranges = dict.fromkeys(map(position_range, range(1, max(r.tokens for r in own) + 1)))
         timed = [phase for phase in PHASES if all(phase in r.seconds for r in own)]
         seconds = {phase: np.array([r.seconds[phase] for r in own]) for phase in timed}  # [N] each
         return Figures(
@@ -568,7 +586,7 @@ def _figures_of(
             acceptance_rate=bootstrap.ratio(accepted) if sum(drafted) else None,
             alpha=_alpha(own, bootstrap),
             accepted=_histogram(own, bootstrap) if sum(drafted) else [],
-            positions=_by_position(own, bootstrap) if sum(drafted) else [],
+            positions=_by_place([r.places(position_range) for r in own], ranges, bootstrap) if sum(drafted) else [],
             kinds=_by_place([r.kinds or {} for r in own], KINDS, bootstrap) if sum(drafted) else [],
             speedup_generate=None if generate is None else bootstrap.quotient(speed, generate),
             floor_share=_floor_share(own, floor, bootstrap) if name == baselines.plain and "verify" in timed else None,
@@ -661,25 +679,20 @@ def _alpha(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[DepthF
     counts = []
     for record in records:
         rounds = zip(record.drafted, record.accepted, record.tried or record.drafted, strict=True)
-        counts.append(depth_counts([Round(drafted, kept, kept + 1, tried) for drafted, kept, tried in rounds]))
-    deepest = max(map(len, counts), default=0)
-    table = np.zeros((deepest, 2, len(records)), dtype=np.int64)  # [depth, reached | kept, N]
-    for i, per_depth in enumerate(counts):
-        if per_depth:
-            table[: len(per_depth), :, i] = per_depth
-    return [
-        DepthFigure(
-            depth=d, reached=int(reached.sum()), kept=int(kept.sum()), alpha=bootstrap.ratio(Ratio(kept, reached))
-        )
-        for d, (reached, kept) in enumerate(table, 1)
-        if reached.sum()
-    ]
+        found = depth_counts([Round(drafted, kept, kept + 1, tried) for drafted, kept, tried in rounds])
+        counts.append(dict(enumerate(found, 1)))
+    depths = range(1, max(map(len, counts), default=0) + 1)
+    return [DepthFigure(depth=d, **found) for d, found in _alphas(counts, depths, bootstrap) if found["reached"]]
 
 
-def position_range(place: int) -> str:
-    """Return the name of the range of a place in an answer, counted from 1: `1–16`, `17–32`, `33–64` and so on."""
-    last = max(16, 1 << (place - 1).bit_length())
-    return f"{last // 2 + 1 if last > 16 else 1}–{last}"
+def _alphas(
+    counts: Sequence[Mapping[Part, tuple[int, int]]], parts: Iterable[Part], bootstrap: Bootstrap
+) -> Iterator[tuple[Part, dict[str, Any]]]:
+    """Yield how often each part was reached and kept, by the counts of each record, and alpha with its interval."""
+    for part in parts:
+        reached, kept = np.array([of.get(part, (0, 0)) for of in counts]).T  # [N] each
+        alpha = bootstrap.ratio(Ratio(kept, reached))
+        yield part, {"reached": int(reached.sum()), "kept": int(kept.sum()), "alpha": alpha}
 
 
 def _floor_share(records: Sequence[PromptRecord], floor: float | None, bootstrap: Bootstrap) -> Interval | None:
@@ -689,20 +702,16 @@ def _floor_share(records: Sequence[PromptRecord], floor: float | None, bootstrap
     return bootstrap.ratio(Ratio(least, [r.seconds["verify"] for r in records]))
 
 
-def _by_position(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[PlaceFigure]:
-    parts = dict.fromkeys(map(position_range, range(1, max(r.tokens for r in records) + 1)))
-    return _by_place([r.places(position_range) for r in records], list(parts), bootstrap)
+def position_range(place: int) -> str:
+    """Return the name of the range of a place in an answer, counted from 1: `1–16`, `17–32`, `33–64` and so on."""
+    last = max(16, 1 << (place - 1).bit_length())
+    return f"{last // 2 + 1 if last > 16 else 1}–{last}"
 
 
 def _by_place(
-    counts: Sequence[Mapping[str, tuple[int, int]]], parts: Sequence[str], bootstrap: Bootstrap
+    counts: Sequence[Mapping[str, tuple[int, int]]], parts: Iterable[str], bootstrap: Bootstrap
 ) -> list[PlaceFigure]:
-    """Return the acceptance in each of `parts`, from the places and those kept of each record."""
-    table = np.array([[record.get(part, (0, 0)) for record in counts] for part in parts])  # [part, N, places | kept]
-    return [
-        PlaceFigure(part=part, places=int(n.sum()), kept=int(kept.sum()), acceptance=bootstrap.ratio(Ratio(kept, n)))
-        for part, (n, kept) in zip(parts, table.transpose(0, 2, 1), strict=True)
-    ]
+    return [PlaceFigure(part=part, **found) for part, found in _alphas(counts, parts, bootstrap)]
 
 
 def _histogram(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[AcceptedFigure]:

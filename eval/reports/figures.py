@@ -179,12 +179,12 @@ class DepthFigure(ReportModel):
 
 
 class PlaceFigure(ReportModel):
-    """Acceptance in one `part` of the answers: of `places` that drafts reached, they were kept at `kept`."""
+    """Acceptance in one `part` of the answers: of the places that drafts `reached`, they were kept at `kept`."""
 
     part: str
-    places: int
+    reached: int
     kept: int
-    acceptance: Interval
+    alpha: Interval
 
 
 class AcceptedFigure(ReportModel):

@@ -54,9 +54,9 @@ DEFINITIONS = {
         "In bfloat16 or float16 a near-tie can be decided differently by another order of sums."
     ),
     "floor ÷ round": (
-        "of the plain target, the time that reading the weights of one pass from memory has to take (their bytes over "
-        "the bandwidth that was measured) ÷ the time of verification per round. Computing, keys and values, and "
-        "waiting take the rest. A target that fits into a processor's caches need not wait for memory: it can be above 1."
+        "of the plain target, the time that reading a pass's weights from memory has to take (their bytes over the "
+        "bandwidth that was measured) ÷ the time of verification per round. Computing, keys and values, and waiting "
+        "take the rest. A target that fits into a processor's caches need not wait for memory, and can be above 1."
     ),
     "[low, high]": (
         "95% confidence interval over prompts: expanded percentiles of 2000 resamples, drawn suite by suite."
@@ -194,6 +194,7 @@ class Report(ReportModel):
         contestants: in the order they were given; the headline is about the first drafter.
         figures: per contestant, temperature and suite ("all" first). records: per prompt, to make the figures from.
         groups: the figures by category, task and turn, where a suite has several. batches: by batch size.
+        findings: sentences on what was found wrong in the run, and no figure shows.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -205,6 +206,7 @@ class Report(ReportModel):
     figures: list[Figures]
     groups: list[GroupFigures] = Field(default_factory=list)
     batches: list[BatchFigures] = Field(default_factory=list)
+    findings: list[str] = Field(default_factory=list)
     records: list[PromptRecord] = Field(default_factory=list)
 
     @property

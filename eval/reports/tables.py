@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...common.terminal import visible
-from .figures import ALL, PHASES, Figures, Interval, PlaceFigure, RequestFigures
+from .figures import ALL, PHASES, DepthFigure, Figures, Interval, PlaceFigure, RequestFigures
 from .report import Conditions, Report, SuiteInfo
 
 
@@ -113,34 +113,30 @@ def _of_parts(
 
 def alpha(report: Report, temperature: float) -> Table:
     """Return one row per drafter, one column per depth; beside each alpha the rounds that reached that depth."""
-    rows = [
-        [Cell(f.contestant), *(Cell(d.alpha.main(), f"{d.alpha.bounds()} of {d.reached}".strip()) for d in f.alpha)]
-        for f in report.overall(temperature)
-        if f.alpha
-    ]
-    return _numbered("Alpha by depth", rows, lambda i: f"depth {i + 1}")
+    rows = [(f.contestant, [(f"depth {d.depth}", d) for d in f.alpha]) for f in report.overall(temperature)]
+    return _alphas("Alpha by depth", rows)
 
 
 def by_position(report: Report, temperature: float) -> Table:
     """Return one row per drafter, one column per range of positions in the answer: acceptance, and places."""
-    rows = [(f.contestant, f.positions) for f in report.overall(temperature)]
-    return _by_place("Acceptance by position in the answer", rows)
+    rows = [(f.contestant, [(p.part, p) for p in f.positions]) for f in report.overall(temperature)]
+    return _alphas("Acceptance by position in the answer", rows)
 
 
 def by_kind(report: Report, temperature: float) -> Table:
     """Return one row per drafter, one column per kind of token: acceptance, and places."""
-    rows = [(f.contestant, f.kinds) for f in report.overall(temperature)]
-    return _by_place("Acceptance by kind of token", rows)
+    rows = [(f.contestant, [(p.part, p) for p in f.kinds]) for f in report.overall(temperature)]
+    return _without_empty(_alphas("Acceptance by kind of token", rows))
 
 
-def _by_place(title: str, parts: Sequence[tuple[str, list[PlaceFigure]]]) -> Table:
-    names = [part.part for part in max((found for _, found in parts), key=len, default=[])]
-    rows = [
-        [Cell(name), *(Cell(p.acceptance.main(), f"{p.acceptance.bounds()} of {p.places}".strip()) for p in found)]
-        for name, found in parts
+def _alphas(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, DepthFigure | PlaceFigure]]]]) -> Table:
+    names = [name for name, _ in max((found for _, found in rows), key=len, default=())]
+    cells = [
+        [Cell(name), *(Cell(p.alpha.main(), f"{p.alpha.bounds()} of {p.reached}".strip()) for _, p in found)]
+        for name, found in rows
         if found
     ]
-    return _without_empty(_numbered(title, rows, lambda i: names[i]))
+    return _numbered(title, cells, lambda i: names[i])
 
 
 def accepted(report: Report, temperature: float) -> Table:

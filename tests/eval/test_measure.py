@@ -10,6 +10,7 @@ import torch
 from outrider.common import BadInputError
 from outrider.costs.counting import pass_bytes
 from outrider.decode import Decoder, Plan, Round, Sampling
+from outrider.decode.rules import VerifyInputs
 from outrider.distill.prompt_table import Prompt
 from outrider.eval import Figures, Interval, Report, interleaved_runs
 from outrider.eval import measure as measurement
@@ -151,6 +152,7 @@ def test_a_whole_measurement(report):
     for name in ("self", "ngram", GENERATE):
         assert report.headline(name, 0.0).identical == 5
         assert report.headline(name, 1.0).identical == (5 if name == "ngram" else None)
+    assert report.findings == []
     rules = {(f.contestant, f.temperature): f.rule for f in report.figures}
     assert rules["self", 0.0] == rules["ngram", 0.0] == "greedy"
     sampled = [rules[name, 1.0] for name in ("self", "ngram", "plain", GENERATE)]
@@ -173,6 +175,17 @@ def test_a_pass_is_compared_with_what_memory_allows(report, target):
     assert figures.floor_share.value == pytest.approx(conditions.floor * rounds / verify, rel=1e-3)
 
 
+def test_a_verification_that_keeps_too_much_is_found(target, suites, settings, tiny_llama, monkeypatch):
+    """At temperature 1 only, of the drafter whose drafts were drawn."""
+    accepts = VerifyInputs.accepts
+    monkeypatch.setattr(VerifyInputs, "accepts", lambda case: accepts(case) * 0.1)
+    own = DraftModel(tiny_llama(layers=1, seed=1, initializer_range=0.3))
+    contestants = [Contestant("own", own, Plan(2)), Contestant("ngram", Ngram(), Plan(2))]
+    settings = settings.model_copy(update={"max_new_tokens": 64, "repeats": 1})
+    (said,) = measure(target, contestants, suites, settings, generate_baseline=False).findings
+    assert said.startswith("own at temperature 1: 0.")
+
+
 def test_records_hold_what_the_decoder_gave(report, target, suites, settings):
     assert len(report.records) == 4 * 2 * 5
     record = next(r for r in report.records_of("ngram", 0.0) if r.prompt == "docs/1")
@@ -189,11 +202,11 @@ def test_places_by_position_and_by_kind_are_the_same_ones(report):
     for name in ("self", "ngram"):
         figures = report.headline(name, 0.0)
         by_position, by_kind = (
-            [sum(p.places for p in parts), sum(p.kept for p in parts)] for parts in (figures.positions, figures.kinds)
+            [sum(p.reached for p in parts), sum(p.kept for p in parts)] for parts in (figures.positions, figures.kinds)
         )
         assert by_position == by_kind
         assert by_kind == [60, 60] or name == "ngram"
-        assert {p.part for p in figures.kinds if p.places} == {"copied", "other"}  # there is no tokenizer
+        assert {p.part for p in figures.kinds if p.reached} == {"copied", "other"}  # there is no tokenizer
 
 
 def test_a_prompt_gets_the_same_sampled_text_whatever_is_measured_with_it(target, suites, tiny_llama):
@@ -292,7 +305,7 @@ def test_acceptance_by_position_in_the_answer():
     rounds = [(1, 1)] * 8 + [(1, 0)] * 23
     own, plain = record("fast", "code", "a", 40, 1.0, rounds), record("plain", "code", "a", 40, 1.0, [(0, 0)] * 39)
     fast, alone = summarise([own, plain], RULES, BASELINES.model_copy(update={"generate": None}))[:2]
-    found = [(p.part, p.places, p.kept, p.acceptance.value) for p in fast.positions]
+    found = [(p.part, p.reached, p.kept, p.alpha.value) for p in fast.positions]
     assert found == [("1–16", 8, 8, 1.0), ("17–32", 15, 0, 0.0), ("33–64", 8, 0, 0.0)]
     assert (alone.positions, alone.kinds) == ([], [])
 

@@ -170,7 +170,7 @@ def _training_step(target: Target, drafter: Drafter, tokens: Tensor, bf16: bool)
 
 
 def probe_bytes(device: torch.device) -> int:
-    """Return the bytes by which a bandwidth is measured in a part of a second: more than a processor's caches hold."""
+    """Return the bytes by which a bandwidth is measured in a part of a second: more than most caches hold."""
     return 2**30 if device.type == "cuda" else 2**28
 
 
@@ -181,7 +181,7 @@ def device_bandwidth(device: torch.device, num_threads: int) -> float:
         return read_bandwidth(torch.ones(probe_bytes(device) // 4, device=device))
 
 
-def read_bandwidth(source: Tensor, repeats: int = 3) -> float:
+def read_bandwidth(source: Tensor, repeats: int = 6) -> float:
     """Return the bytes per second at which a device reads numbers `[n]`, by the best of `repeats`: a ceiling.
 
     They are read by a sum and by a matrix times a vector; the faster one counts.

@@ -132,7 +132,13 @@ def by_kind(report: Report, temperature: float) -> Table:
 def _alphas(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, DepthFigure | PlaceFigure]]]]) -> Table:
     names = [name for name, _ in max((found for _, found in rows), key=len, default=())]
     cells = [
-        [Cell(name), *(Cell(p.alpha.main(), f"{p.alpha.bounds()} of {p.reached}".strip()) for _, p in found)]
+        [
+            Cell(name),
+            *(
+                Cell(p.alpha.main(), f"{p.alpha.bounds()} of {p.reached}".strip() if p.reached else "")
+                for _, p in found
+            ),
+        ]
         for name, found in rows
         if found
     ]

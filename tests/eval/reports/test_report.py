@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pkgutil
 import re
@@ -17,13 +18,14 @@ from rich.console import Console
 
 from outrider.common import BadInputError
 from outrider.eval import Report, reports
-from outrider.eval.reports import plots
+from outrider.eval.reports import plots, tables
 from outrider.eval.reports.figures import Interval
-from outrider.eval.reports.render import markdown, print_report, write_report
+from outrider.eval.reports.render import markdown, markdown_table, print_report, write_report
 
 from ..conftest import make_report
 
 ACCEPTED = [[4, 1, 0], [2, 2], [0, 3, 1, 4], [1, 1, 0]]
+NOTHING = Interval(math.nan, math.nan, math.nan)
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
@@ -69,6 +71,9 @@ def test_acceptance_by_position_and_by_kind_stands_in_both_pages(report, tmp_pat
     _, table = text.split("### Acceptance by kind of token")[:2]
     assert table.split("\n")[2] == "| contestant | copied | word |"
     assert re.match(r"\| draft \| 0\.\d\d \[0\.\d\d, 0\.\d\d\] of \d+ \|", table.split("\n")[4])
+    own, other = report.headline(), report.headline("plain")  # one that reached no word
+    other.kinds = [p.model_copy(update={"reached": 0, "alpha": NOTHING} if p.part == "word" else {}) for p in own.kinds]
+    assert re.search(r"\| plain \| 0\.\S+ \[.*\] of \d+ \| – \|", markdown_table(tables.by_kind(report, 0.0)))
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.count("<caption>Acceptance by position in the answer</caption>") == 2
     assert 'data-name="1–16"' in page

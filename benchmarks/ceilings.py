@@ -9,7 +9,7 @@ The floor of a plain step is its bytes over that bandwidth.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from outrider.common import BadInputError
 from outrider.common.machine import best_device, device_name
 from outrider.common.runtime import versions
-from outrider.costs.timing import WARM_UP, captured, timed
+from outrider.costs.machine_speed import read_bandwidth
+from outrider.costs.timing import captured, least
 
 from .report import command, options, publish, table
 
@@ -83,18 +84,14 @@ class Floor:
         }
 
 
-def best(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Return the least seconds of `work`."""
-    for _ in range(WARM_UP):
-        work()
-    return min(timed(work, device) for _ in range(repeats))
+REPEATS = 10
 
 
-def bandwidth(device: torch.device | str, num_bytes: int | None = None, repeats: int = 10) -> Bandwidth:
+def bandwidth(device: torch.device | str, num_bytes: int | None = None, repeats: int = REPEATS) -> Bandwidth:
     """Measure how fast the memory of `device` is, the best of `repeats`.
 
     A copy counts the bytes read and those written. A processor that fetches a line before it overwrites it moves half
-    as much again; that is not counted. Bytes are read by a sum and by a matrix times a vector; the faster one counts.
+    as much again; that is not counted.
 
     Args:
         num_bytes: how many are copied, and read; None for more than any cache holds.
@@ -103,22 +100,15 @@ def bandwidth(device: torch.device | str, num_bytes: int | None = None, repeats:
     if size < 4096:
         raise BadInputError(f"a bandwidth needs at least 4096 bytes to be measured with, got {size}.")
     source = torch.rand(size // 4, device=device)
-
-    def per_second(count: int, work: Callable[[], object]) -> float:
-        return count / best(work, source.device, repeats)
-
     destination = torch.empty_like(source)
-    copy = per_second(2 * source.nbytes, lambda: destination.copy_(source))
-    matrix = source[: len(source) // 1024 * 1024].view(-1, 1024)
-    vector = torch.ones(1024, device=source.device)
-    read = max(per_second(source.nbytes, source.sum), per_second(matrix.nbytes, lambda: matrix @ vector))
-    return Bandwidth(copy, read, size)
+    copy = 2 * source.nbytes / least(lambda: destination.copy_(source), source.device, repeats)
+    return Bandwidth(copy, read_bandwidth(source, repeats), size)
 
 
 def product_rate(device: torch.device, size: int) -> float:
     """Return the operations per second of a product of two matrices in bfloat16: what MFU is a share of."""
     one, other = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / best(lambda: one @ other, device)
+    return 2 * size**3 / least(lambda: one @ other, device, REPEATS)
 
 
 def product_size(device: torch.device) -> int:
@@ -133,7 +123,7 @@ def launch_seconds(device: torch.device) -> float:
         for _ in range(LAUNCHES):
             number.add_(1)
 
-    return best(captured(work, device), device) / LAUNCHES
+    return least(captured(work, device), device, REPEATS) / LAUNCHES
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -1,9 +1,11 @@
-"""The machine that work runs on: its device, its name, its clock, its free memory, and what its processor can do."""
+"""The machine that work runs on: its device, name, clock, energy, free memory, and what its processor can do."""
 
 from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import psutil
@@ -47,6 +49,27 @@ def clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def energy_meter(device: torch.device) -> Callable[[], float] | None:
+    """Return a function that reads the joules a GPU has used since its driver started; None where nothing tells them.
+
+    NVML does, through the package nvidia-ml-py. This has not run on a GPU yet.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        nvml = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        # By its UUID: CUDA may number devices otherwise.
+        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        nvml.nvmlDeviceGetTotalEnergyConsumption(gpu)
+    except nvml.NVMLError:  # an older GPU, or a part of one
+        return None
+    return lambda: float(nvml.nvmlDeviceGetTotalEnergyConsumption(gpu)) / 1000
 
 
 def free_bytes(device: torch.device) -> int | None:

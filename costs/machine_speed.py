@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..recipes import Recipe
 from ..targets import Target
 from ..targets.packed_weights import packed_copy, why_not
 from .round_timing import verify_times
-from .timing import WARM_UP, rotated, threads, timed
+from .timing import WARM_UP, least, rotated, threads, timed
 
 # Shares of a device's best that are assumed to be reached, and of its memory that can be used.
 COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
@@ -167,6 +167,28 @@ def _training_step(target: Target, drafter: Drafter, tokens: Tensor, bf16: bool)
         drafter.zero_grad(set_to_none=True)
 
     return work
+
+
+def probe_bytes(device: torch.device) -> int:
+    """Return the bytes by which a bandwidth is measured in a part of a second: more than most caches hold."""
+    return 2**30 if device.type == "cuda" else 2**28
+
+
+@cache
+def device_bandwidth(device: torch.device, num_threads: int) -> float:
+    """Return the bytes per second at which `device` reads `probe_bytes`; measured once in a process."""
+    with threads(num_threads):
+        return read_bandwidth(torch.ones(probe_bytes(device) // 4, device=device))
+
+
+def read_bandwidth(source: Tensor, repeats: int = 6) -> float:
+    """Return the bytes per second at which a device reads numbers `[n]`, by the best of `repeats`: a ceiling.
+
+    They are read by a sum and by a matrix times a vector; the faster one counts.
+    """
+    matrix, vector = source[: len(source) // 1024 * 1024].view(-1, 1024), source.new_ones(1024)
+    by_sum = source.nbytes / least(source.sum, source.device, repeats)
+    return max(by_sum, matrix.nbytes / least(lambda: matrix @ vector, source.device, repeats))
 
 
 _LAYERS, _WIDTH, _PASSES, _PROMPT, _TURNS = 8, 4096, (1, 5), 128, 6

@@ -1,6 +1,6 @@
 """Pieces of work, timed in turns, so that whatever else the machine does hits all alike.
 
-Times are medians, in seconds; on a GPU each ends when the device has finished.
+Times are medians unless a name says otherwise, in seconds; on a GPU each ends when the device has finished.
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     began = clock(device)
     work()
     return clock(device) - began
+
+
+def least(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the least seconds of `work`, after a warm-up: what else the machine does only adds."""
+    for _ in range(WARM_UP):
+        work()
+    return min(timed(work, device) for _ in range(repeats))
 
 
 @contextmanager

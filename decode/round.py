@@ -53,7 +53,8 @@ class RoundSetup:
     taps: tuple[int, ...] = ()  # hidden states that the drafter reads
     # Whether the host may wait for the device, to learn whether a chain has ended: not in a round of fixed shape.
     may_sync: bool = True
-    on_verdict: Callable[[Verdict], None] | None = None  # called with every verdict; for measurements
+    # Called with every verdict and what it was made of; for measurements.
+    on_verdict: Callable[[Verdict, VerifyInputs], None] | None = None
 
     @property
     def lossy(self) -> bool:
@@ -353,7 +354,7 @@ def judge(
     best = inputs.best if setup.abilities.observes and proposal.tokens.shape[1] else None
     verdict = JUDGES[setup.rule(proposal.deterministic)](inputs)
     if setup.on_verdict is not None:
-        setup.on_verdict(verdict)
+        setup.on_verdict(verdict, inputs)
     if config.processors is None:
         return _marked_not_finite(verdict, [inputs.peaks, *draft.peaks]), best
     end = verdict.accepted  # the place after what was accepted

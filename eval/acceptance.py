@@ -1,21 +1,26 @@
-"""The acceptance of a drafter's drafts on prompts: by depth, and in trees by rank.
+"""The acceptance of a drafter's drafts on prompts: by depth, in trees by rank, and the kinds of tokens that it is of.
 
 Shapes: D levels of a tree, W children of a node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..decode import Decoder, Plan, Sampling, Tree, depth_counts
 from ..decode.engine import Request
-from ..decode.rules import Verdict
+from ..decode.rules import Verdict, VerifyInputs
 from ..heads import Drafter
 from ..targets import Target
+from ..targets.tokenizers import REPLACEMENT
 from .suites import PromptJob
 
 DEEPEST = 8
@@ -87,6 +92,37 @@ def measure_acceptance(
     )
 
 
+def text_kinds(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str]:
+    """Return a function that names the kind of a token by its text: `KINDS` without "copied"."""
+    if tokenizer is None:
+        return lambda _: "other"
+    special = frozenset(tokenizer.all_special_ids)
+
+    @cache
+    def kind(token: int) -> str:
+        text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        if token in special:
+            return "symbol"
+        if any(map(str.isdigit, text)):
+            return "number"
+        if any(letter.isalpha() or letter == REPLACEMENT for letter in text):
+            return "word"
+        return "symbol" if text.strip() else "blank"
+
+    return kind
+
+
+def token_kinds(prompt: Sequence[int], answer: Sequence[int], text_kind: Callable[[int], str]) -> list[str]:
+    """Return the kind of each new token: "copied" if it ends three tokens that stood before, else by its text."""
+    text, seen, kinds = [*prompt, *answer], set[tuple[int, ...]](), list[str]()
+    for end, token in enumerate(text, 1):
+        three = tuple(text[max(0, end - 3) : end])
+        if end > len(prompt):
+            kinds.append("copied" if three in seen else text_kind(token))
+        seen.add(three)
+    return kinds
+
+
 def _pieces(jobs: Sequence[PromptJob], at_once: int = _AT_ONCE) -> list[list[PromptJob]]:
     ordered = sorted(jobs, key=lambda j: len(j.prompt.tokens))
     return [ordered[i : i + at_once] for i in range(0, len(ordered), at_once)]
@@ -138,14 +174,52 @@ def _kept_ends(
     """Return the last node of each round's kept path (−1: the root), of which rounds keep the depth only."""
     ends: list[int] = []
 
-    def note(verdict: Verdict) -> None:
+    def note(verdict: Verdict, _: VerifyInputs) -> None:
         if verdict.path is not None:
             end = nn.functional.pad(verdict.path, (1, 0), value=-1).gather(1, verdict.accepted[:, None])
             ends.extend(end[:, 0].tolist())
 
     prompts, ids = [j.prompt.tokens for j in jobs], [j.sequence for j in jobs]
-    run = decoder.run(Request(prompts, max_new_tokens, sampling, Plan(tree=tree), sequence_ids=ids))
+    _run_watched(decoder, Request(prompts, max_new_tokens, sampling, Plan(tree=tree), sequence_ids=ids), note)
+    return ends
+
+
+def _run_watched(decoder: Decoder, request: Request, note: Callable[[Verdict, VerifyInputs], None]) -> None:
+    """Complete the prompts, and call `note` with every verdict and its inputs."""
+    run = decoder.run(request)
     run.setup = replace(run.setup, on_verdict=note)
     for _ in run.steps():
         pass
-    return ends
+
+
+def unexplained_drafts(
+    decoder: Decoder, jobs: Sequence[PromptJob], max_new_tokens: int, sampling: Sampling, plan: Plan
+) -> str:
+    """Return a sentence if rounds keep more or fewer first drafts than p and q say; "" where chance explains it.
+
+    Under the rule `rejection` each is kept with probability Σ min(p, q), given p and q. Under others, and where a
+    controller may drop what was drawn, nothing is looked at. Chance alone gives a sentence in at most one of 1,000
+    cases (Freedman's inequality, both sides; the text depends on what was kept).
+    """
+    drawn = decoder.drafter is not None and not decoder.drafter.abilities.deterministic and plan.control is None
+    if not drawn or plan.rule(sampling.temperature, False) != "rejection":
+        return ""
+    seen: list[tuple[bool, float]] = []  # whether it was kept, and with which probability
+
+    def note(verdict: Verdict, inputs: VerifyInputs) -> None:
+        if inputs.draft_probs is not None and inputs.draft_probs.shape[1]:
+            odds = torch.minimum(inputs.probs[:, 0], inputs.draft_probs[:, 0]).double().sum(-1).clamp(max=1)
+            real = inputs.proposal.lengths > 0
+            seen.extend(zip((verdict.accepted > 0)[real].tolist(), odds[real].tolist(), strict=True))
+
+    for job in jobs:  # one at a time, as they are measured: more may not fit into memory
+        request = Request([job.prompt.tokens], max_new_tokens, sampling, plan, sequence_ids=[job.sequence])
+        _run_watched(decoder, request, note)
+    kept, expected = sum(kept for kept, _ in seen), sum(chance for _, chance in seen)
+    gap, variance = abs(kept - expected), sum(chance * (1 - chance) for _, chance in seen)
+    if gap**2 <= 2 * math.log(2000) * (variance + gap / 3):
+        return ""
+    return (
+        f"{kept / len(seen):.3f} of {len(seen)} first drafts were kept, where p and q say {expected / len(seen):.3f}; "
+        "chance does not explain that: the text may not be the target's own."
+    )

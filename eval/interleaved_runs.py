@@ -23,12 +23,16 @@ D = TypeVar("D")
 
 @dataclass
 class TimedCompletion:
-    """One completion of one prompt: new tokens, rounds, and wall time by phase (`total` is the whole request)."""
+    """One completion of one prompt: new tokens, rounds, and wall time by phase (`total` is the whole request).
+
+    `joules`: used by the whole GPU; None where that is not known.
+    """
 
     tokens: list[int]
     seconds: dict[str, float]
     rounds: list[Round] = field(default_factory=list)
     rule: str = "none"
+    joules: float | None = None
 
 
 class Racer(Protocol[Job, Done]):

@@ -8,13 +8,13 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,10 +24,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..common.digests import digest_json
-from ..common.machine import clock, device_name
+from ..common.machine import clock, device_name, energy_meter
 from ..common.progress import progress
 from ..common.runtime import versions
 from ..common.values import printable_command
+from ..costs.counting import pass_bytes
+from ..costs.machine_speed import device_bandwidth, probe_bytes
 from ..costs.timing import threads
 from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
 from ..heads import Drafter, DrafterConfig, drafter_config
@@ -35,11 +37,13 @@ from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.split_attention import steady_kernels
 from ..targets.tokenizers import TextStream
+from .acceptance import text_kinds, token_kinds, unexplained_drafts
 from .batch_timing import batch_count, measure_batches
 from .generation_config import base_sampling, sampled_settings
 from .interleaved_runs import Racer, TimedCompletion, in_time, race
 from .reports.figures import (
     ALL,
+    KINDS,
     PHASES,
     AcceptedFigure,
     Baselines,
@@ -47,16 +51,20 @@ from .reports.figures import (
     DepthFigure,
     Figures,
     GroupFigures,
+    Interval,
+    PlaceFigure,
     PromptRecord,
     Ratio,
     speed_ratio,
     tau_ratio,
 )
-from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
+from .reports.report import DEFINITIONS, ENERGY, Conditions, ContestantInfo, Report, SuiteInfo
 from .reports.statistics import Bootstrap, strata_of
 from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
 
+Part = TypeVar("Part")
 PLAIN, GENERATE = "plain", "transformers.generate"
+_CHECKED = 8  # prompts by which the verification is checked
 _SHOWN, _SHOWN_TOKENS = 2, 512  # of the best and of the worst prompts, whose texts a report keeps
 
 
@@ -115,12 +123,16 @@ def measure(
     racers: list[Racer[PromptJob, TimedCompletion]] = [(racer or DecoderRacer)(target, c, settings) for c in entrants]
     if generate_baseline:
         racers.append(GenerateRacer(target, settings))
+    meter = None if target.sharded else energy_meter(target.device)
+    if meter is not None:
+        racers = [MeteredRacer(racer, meter) for racer in racers]
     temperatures = list(dict.fromkeys(settings.temperatures))
     with threads(settings.threads):
         total = len(jobs) if any(job.prompt.later for job in jobs) else 0
         with progress(console if total else None, "answering first turns", total, transient=True) as advance:
             lengths = settings.max_new_tokens, settings.max_prompt_tokens
             jobs = with_later_turns(target, jobs, *lengths, tick=lambda: advance(1, ""))
+        findings = list(_findings(target, entrants, jobs, settings)) if racer is None and until is None else []
         first = jobs[:1] if until is None else [min(jobs, key=lambda job: job.length)]
         if target.device.type == "cuda":  # what is captured for the longest prompt serves the others
             first = longest_first(jobs)
@@ -130,15 +142,32 @@ def measure(
         suites = suites if until is None else [make_suite(s.name, s.prompts[: asked[s.name]]) for s in suites]
         batches = [b for t in temperatures for b in _in_batches(target, entrants, jobs, t, settings, console)]
         conditions = _conditions(target, suites, jobs, settings, temperatures)
+        if racer is None:
+            _measure_memory(target, conditions)
     return Report(
         conditions=conditions,
+        definitions=DEFINITIONS | (ENERGY if meter is not None else {}),
         contestants=[_info(c) for c in entrants] + [ContestantInfo(name=GENERATE, kind="generate")] * generate_baseline,
         baselines=baselines,
-        figures=summarise(records, rules, baselines, settings.seed),
+        figures=summarise(records, rules, baselines, settings.seed, conditions.floor),
+        findings=findings,
         groups=summarise_groups(records, baselines, settings.seed),
         batches=batches,
         records=records,
     )
+
+
+def _findings(
+    target: Target, entrants: Sequence[Contestant], jobs: Sequence[PromptJob], settings: EvalSpec
+) -> Iterator[str]:
+    """Yield a sentence for each drafter and temperature at which first drafts are not kept as often as p and q say."""
+    texts, sampling = [job for job in jobs if not job.prompt.images][:_CHECKED], base_sampling(target, settings)
+    for entrant in entrants:
+        decoder = Decoder(target, entrant.drafter, static=False)  # each round is looked at from the host
+        for t in settings.temperatures:
+            asked = texts, settings.max_new_tokens, replace(sampling, temperature=t), entrant.plan
+            if said := unexplained_drafts(decoder, *asked):
+                yield f"{entrant.name} at temperature {t:g}: {said}"
 
 
 def _in_batches(
@@ -281,6 +310,18 @@ class DecoderRacer:
         return TimedCompletion(out.tokens[0], seconds, out.rounds[0], f"{out.rule} (lossy)" if out.lossy else out.rule)
 
 
+class MeteredRacer:
+    """A racer whose answers also tell the energy that was used for them."""
+
+    def __init__(self, racer: Racer[PromptJob, TimedCompletion], meter: Callable[[], float]):
+        self.name, self.racer, self.meter = racer.name, racer, meter
+
+    def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
+        before = self.meter()
+        done = self.racer(job, temperature)
+        return replace(done, joules=self.meter() - before)
+
+
 class GenerateRacer:
     """`transformers.generate` with its default cache, for users without Outrider."""
 
@@ -344,14 +385,16 @@ def make_records(
     on seed, prompt and place alone, with drafts as without.
 
     Args:
-        tokenizer: writes down the answers to the first drafter's best and worst prompts; None: they have no text.
+        tokenizer: tells kinds of tokens, and writes down the answers to the first drafter's best and worst prompts;
+            None: these have no text.
     """
+    kind = text_kinds(tokenizer)
 
     def comparable(name: str, repeats: list[TimedCompletion]) -> bool:
         return name != plain and (temperature == 0 or repeats[0].rule == "candidates")
 
     records = [
-        _record(name, temperature, job, repeats, reference[0].tokens if comparable(name, repeats) else None)
+        _record(name, temperature, job, repeats, reference[0].tokens if comparable(name, repeats) else None, kind)
         for name, per_job in answers.items()
         for job, repeats, reference in zip(jobs, per_job, answers[plain], strict=True)
     ]
@@ -366,7 +409,12 @@ def make_records(
 
 
 def _record(
-    name: str, temperature: float, job: PromptJob, repeats: list[TimedCompletion], reference: list[int] | None
+    name: str,
+    temperature: float,
+    job: PromptJob,
+    repeats: list[TimedCompletion],
+    reference: list[int] | None,
+    text_kind: Callable[[int], str],
 ) -> PromptRecord:
     """Return the record of one prompt, in the time of the median repeat; its tokens are the same in all of them."""
     times = [r.seconds["total"] for r in repeats]
@@ -376,7 +424,8 @@ def _record(
         pairs = enumerate(zip(first.tokens, reference, strict=False))
         shorter = min(len(first.tokens), len(reference))
         diverges_at = next((i for i, (own, wanted) in pairs if own != wanted), shorter)
-    return PromptRecord(
+    joules = [r.joules for r in repeats if r.joules is not None]
+    record = PromptRecord(
         contestant=name,
         temperature=temperature,
         suite=job.suite,
@@ -388,6 +437,7 @@ def _record(
         tried=[r.reach for r in first.rounds] if any(r.reach != r.drafted for r in first.rounds) else None,
         seconds={phase: round(spent, 6) for phase, spent in median.seconds.items()},
         repeats=[round(t, 6) for t in times],
+        joules=round(statistics.fmean(joules), 3) if joules else None,
         identical=None if reference is None else diverges_at is None,
         diverges_at=diverges_at,
         answer=digest_json(first.tokens)[:12],
@@ -396,6 +446,10 @@ def _record(
         conversation=job.prompt.id if job.prompt.later else None,
         turn=job.turn,
     )
+    if any(record.drafted):
+        kinds = token_kinds(job.prompt.tokens, first.tokens, text_kind)
+        record.kinds = record.places(lambda place: kinds[place - 1])
+    return record
 
 
 def _info(contestant: Contestant) -> ContestantInfo:
@@ -447,6 +501,14 @@ def _conditions(
     )
 
 
+def _measure_memory(target: Target, conditions: Conditions) -> None:
+    """Note what a pass reads, and how fast this device reads; nothing where images are seen, or memory is full."""
+    if target.image_token is None:
+        with suppress(torch.OutOfMemoryError):
+            conditions.read_bandwidth = device_bandwidth(target.device, torch.get_num_threads())
+            conditions.probe_bytes, conditions.pass_bytes = probe_bytes(target.device), pass_bytes(target)
+
+
 def _command_line() -> str | None:
     """Return the shell line that runs this `outrider` command again; None in other programs."""
     program, *words = sys.argv
@@ -472,12 +534,17 @@ def suite_info(suite: Suite, limit: int | None, later_turns: int | None = None) 
 
 
 def summarise(
-    records: Sequence[PromptRecord], rules: dict[tuple[str, float], str], baselines: Baselines, seed: int = 0
+    records: Sequence[PromptRecord],
+    rules: dict[tuple[str, float], str],
+    baselines: Baselines,
+    seed: int = 0,
+    floor: float | None = None,
 ) -> list[Figures]:
     """Return figures for every contestant and temperature, on all suites together and on each.
 
     Args:
         rules: the verification rule by (contestant, temperature).
+        floor: the least seconds of a plain round (`Conditions.floor`); None where that is not known.
     """
     suites = list(dict.fromkeys(r.suite for r in records))
     parts = {ALL: list(records)} | {suite: [r for r in records if r.suite == suite] for suite in suites}
@@ -487,7 +554,7 @@ def summarise(
         for suite, part in parts.items()
         for temperature in temperatures
         for figures in _figures_of(
-            [r for r in part if r.temperature == temperature], suite, temperature, rules, baselines, seed
+            [r for r in part if r.temperature == temperature], suite, temperature, rules, baselines, seed, floor
         )
     ]
 
@@ -499,6 +566,7 @@ def _figures_of(
     rules: dict[tuple[str, float], str],
     baselines: Baselines,
     seed: int,
+    floor: float | None,
 ) -> list[Figures]:
     """Return the figures of all contestants on the same prompts, compared by the same resamples."""
     entries = _by_contestant(records)
@@ -508,7 +576,8 @@ def _figures_of(
     def figures(name: str, own: list[PromptRecord]) -> Figures:
         drafted = [sum(r.drafted) for r in own]
         accepted = Ratio([sum(r.accepted) for r in own], drafted)
-        speed = speed_ratio(own)
+        speed, joules = speed_ratio(own), [r.joules for r in own if r.joules is not None]
+        ranges = dict.fromkeys(map(position_range, range(1, max(r.tokens for r in own) + 1)))
         timed = [phase for phase in PHASES if all(phase in r.seconds for r in own)]
         seconds = {phase: np.array([r.seconds[phase] for r in own]) for phase in timed}  # [N] each
         return Figures(
@@ -517,7 +586,11 @@ def _figures_of(
             acceptance_rate=bootstrap.ratio(accepted) if sum(drafted) else None,
             alpha=_alpha(own, bootstrap),
             accepted=_histogram(own, bootstrap) if sum(drafted) else [],
+            positions=_by_place([r.places(position_range) for r in own], ranges, bootstrap) if sum(drafted) else [],
+            kinds=_by_place([r.kinds or {} for r in own], KINDS, bootstrap) if sum(drafted) else [],
             speedup_generate=None if generate is None else bootstrap.quotient(speed, generate),
+            floor_share=_floor_share(own, floor, bootstrap) if name == baselines.plain and "verify" in timed else None,
+            joules_per_token=bootstrap.ratio(Ratio(joules, speed.numerators)) if len(joules) == len(own) else None,
             seconds={phase: float(np.sum(spent)) for phase, spent in seconds.items()},
             milliseconds_per_token={
                 phase: bootstrap.ratio(Ratio(1000 * spent, speed.numerators)) for phase, spent in seconds.items()
@@ -606,19 +679,39 @@ def _alpha(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[DepthF
     counts = []
     for record in records:
         rounds = zip(record.drafted, record.accepted, record.tried or record.drafted, strict=True)
-        counts.append(depth_counts([Round(drafted, kept, kept + 1, tried) for drafted, kept, tried in rounds]))
-    deepest = max(map(len, counts), default=0)
-    table = np.zeros((deepest, 2, len(records)), dtype=np.int64)  # [depth, reached | kept, N]
-    for i, per_depth in enumerate(counts):
-        if per_depth:
-            table[: len(per_depth), :, i] = per_depth
-    return [
-        DepthFigure(
-            depth=d, reached=int(reached.sum()), kept=int(kept.sum()), alpha=bootstrap.ratio(Ratio(kept, reached))
-        )
-        for d, (reached, kept) in enumerate(table, 1)
-        if reached.sum()
-    ]
+        found = depth_counts([Round(drafted, kept, kept + 1, tried) for drafted, kept, tried in rounds])
+        counts.append(dict(enumerate(found, 1)))
+    depths = range(1, max(map(len, counts), default=0) + 1)
+    return [DepthFigure(depth=d, **found) for d, found in _alphas(counts, depths, bootstrap) if found["reached"]]
+
+
+def _alphas(
+    counts: Sequence[Mapping[Part, tuple[int, int]]], parts: Iterable[Part], bootstrap: Bootstrap
+) -> Iterator[tuple[Part, dict[str, Any]]]:
+    """Yield how often each part was reached and kept, by the counts of each record, and alpha with its interval."""
+    for part in parts:
+        reached, kept = np.array([of.get(part, (0, 0)) for of in counts]).T  # [N] each
+        alpha = bootstrap.ratio(Ratio(kept, reached))
+        yield part, {"reached": int(reached.sum()), "kept": int(kept.sum()), "alpha": alpha}
+
+
+def _floor_share(records: Sequence[PromptRecord], floor: float | None, bootstrap: Bootstrap) -> Interval | None:
+    if floor is None or not any(r.accepted for r in records):
+        return None
+    least = np.array([floor * len(r.accepted) for r in records])
+    return bootstrap.ratio(Ratio(least, [r.seconds["verify"] for r in records]))
+
+
+def position_range(place: int) -> str:
+    """Return the name of the range of a place in an answer, counted from 1: `1–16`, `17–32`, `33–64` and so on."""
+    last = max(16, 1 << (place - 1).bit_length())
+    return f"{last // 2 + 1 if last > 16 else 1}–{last}"
+
+
+def _by_place(
+    counts: Sequence[Mapping[str, tuple[int, int]]], parts: Iterable[str], bootstrap: Bootstrap
+) -> list[PlaceFigure]:
+    return [PlaceFigure(part=part, **found) for part, found in _alphas(counts, parts, bootstrap)]
 
 
 def _histogram(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[AcceptedFigure]:

@@ -22,7 +22,7 @@ def remarks(report: Report) -> list[str]:
             if (info := report.contestant(f.contestant)) in drafters:
                 lost = collapse([d.alpha.value for d in f.alpha if d.reached >= _ENOUGH], info.trained_depth)
                 found += [f"{f.contestant} at temperature {temperature:g}: {part}" for part in (_flat(f), lost) if part]
-    return [remark for remark in found if remark]
+    return [remark for remark in (*found, *report.findings) if remark]
 
 
 def collapse(rates: Sequence[float], trained: int | None) -> str:

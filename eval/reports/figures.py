@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,6 +16,7 @@ from ...common.values import ForeignModel
 RESAMPLES, CONFIDENCE = 2000, 0.95  # of every interval, unless it says otherwise
 ALL = "all"
 PHASES = ("prefill", "draft", "verify", "host", "total")
+KINDS = ("copied", "number", "word", "symbol", "blank", "other")  # of tokens; "other" where there is no tokenizer
 
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -99,11 +100,13 @@ class PromptRecord(ReportModel):
         drafted, accepted: draft tokens of each round, and how many of them were kept.
         tried: the depth that the drafts of each round reached along the kept path; None for `drafted` (chains).
         seconds: wall time by phase, of the median repeat; `total` is the whole request, both prefills included.
+        joules: used by the whole GPU, the mean of the repeats; None where that is not known.
         repeats: total seconds of every repeat, in the order they ran.
         identical: whether the tokens equal the plain target's; None where it draws other ones (above temperature 0).
         diverges_at: index of the first new token that differs from the plain target's; None if none does.
         answer: a digest of the new tokens, by which equal answers are known.
         asked: of a later turn a digest of the prompt's tokens, in which the target's own answers stand.
+        kinds: of the places that drafts reached, how many there are of each kind of token, and how many were kept.
         text: of each new token, where the page shows them: of the best and the worst prompts.
         category: of the prompt in its suite; None for none. conversation: the id that the turns of one conversation
             share, and turn: the place of this one, from 1.
@@ -120,10 +123,12 @@ class PromptRecord(ReportModel):
     tried: list[Count] | None = None
     seconds: dict[str, Seconds]
     repeats: list[Seconds]
+    joules: Annotated[float, Field(ge=0)] | None = None
     identical: bool | None = None
     diverges_at: int | None = None
     answer: str | None = None
     asked: str | None = None
+    kinds: dict[str, tuple[Count, Count]] | None = None
     text: list[str] | None = None
     category: str | None = None
     conversation: str | None = None
@@ -133,6 +138,19 @@ class PromptRecord(ReportModel):
     def tau(self) -> float:
         """The mean number of tokens that its rounds emitted; nan without rounds."""
         return (self.tokens - 1) / len(self.accepted) if self.accepted else math.nan
+
+    def places(self, part_of: Callable[[int], str]) -> dict[str, tuple[int, int]]:
+        """Return the places that drafts reached and those that they were kept at, by `part_of` a place.
+
+        A place is a new token of the answer, counted from 1, whose draft had all drafts before it accepted.
+        """
+        counts, end = dict[str, tuple[int, int]](), 1
+        for accepted, reach in zip(self.accepted, self.tried or self.drafted, strict=True):
+            for depth in range(1, min(accepted + 1, reach, self.tokens - end) + 1):
+                tried, kept = counts.get(part := part_of(end + depth), (0, 0))
+                counts[part] = tried + 1, kept + (depth <= accepted)
+            end += accepted + 1
+        return counts
 
     def pieces(self) -> list[tuple[str, str]]:
         """Return the kept drafts of each round as text, and the target's own token; the first has no drafts."""
@@ -155,6 +173,15 @@ class DepthFigure(ReportModel):
     """
 
     depth: int
+    reached: int
+    kept: int
+    alpha: Interval
+
+
+class PlaceFigure(ReportModel):
+    """Acceptance in one `part` of the answers: of the places that drafts `reached`, they were kept at `kept`."""
+
+    part: str
     reached: int
     kept: int
     alpha: Interval
@@ -196,15 +223,22 @@ class Figures(RequestFigures):
     Attributes:
         rule: the verification rule; "none" where nothing is drafted.
         acceptance_rate: None where there are no drafts.
+        positions, kinds: acceptance by position in the answer, and by kind of token; empty where there are no drafts.
         speedup_generate: as `speedup`, over `transformers.generate`; None if it did not run.
+        floor_share: of the plain target's rounds, the share of their time that reading the weights has to take.
         seconds: summed over prompts, by phase. milliseconds_per_token: the same per new token.
+        joules_per_token: of the whole GPU; None where that is not known.
     """
 
     rule: str
     acceptance_rate: Interval | None
     alpha: list[DepthFigure]
     accepted: list[AcceptedFigure]
+    positions: list[PlaceFigure] = Field(default_factory=list)
+    kinds: list[PlaceFigure] = Field(default_factory=list)
     speedup_generate: Interval | None
+    floor_share: Interval | None = None
+    joules_per_token: Interval | None = None
     seconds: dict[str, float]
     milliseconds_per_token: dict[str, Interval]
 

@@ -38,6 +38,13 @@ DEFINITIONS = {
     "alpha at depth d": (
         "share of rounds that accepted the draft token at depth d, of those that drafted it and accepted all before it."
     ),
+    "acceptance by position and kind": (
+        "of the new tokens that a draft reached (all drafts before it in its round were accepted), the share at which "
+        "the draft was kept: by the token's position in the answer, and by the kind of the token that the target "
+        "emitted there. Copied: it and the two tokens before it stand, in this order, earlier in prompt or answer. Of "
+        "the others, number: it has a digit; word: a letter, or a part of a character; symbol: anything else to be "
+        "seen, and the target's special tokens; blank: nothing but white space."
+    ),
     "speedup": (
         "tokens/s ÷ tokens/s of the plain target in the same engine and the same run; "
         "sums over prompts, paired by prompt."
@@ -46,9 +53,21 @@ DEFINITIONS = {
         "prompts whose tokens equal the plain target's, at temperature 0 and for drafters without chance. "
         "In bfloat16 or float16 a near-tie can be decided differently by another order of sums."
     ),
+    "floor ÷ round": (
+        "of the plain target, the time that reading a pass's weights from memory has to take (their bytes over the "
+        "bandwidth that was measured) ÷ the time of verification per round. Computing, keys and values, and waiting "
+        "take the rest. A target that fits into a processor's caches need not wait for memory, and can be above 1."
+    ),
     "[low, high]": (
         "95% confidence interval over prompts: expanded percentiles of 2000 resamples, drawn suite by suite."
     ),
+}
+
+ENERGY = {
+    "joules per token": (
+        "energy of the whole GPU during the timed requests, by NVML's counter, ÷ new tokens. It moves every 20 to "
+        "100 ms, so that the figure of one request is rough: only the sum over all of them says something."
+    )
 }
 
 
@@ -127,6 +146,8 @@ class Conditions(ReportModel):
         target: its source, model type, number of parameters, and fingerprint.
         timing: how the seconds of a prompt are measured. excluded: work that no figure contains.
         pass_backend: of the target's passes in rounds, such as "eager" or "kernels" (see `targets.fast`).
+        pass_bytes: of the weights that a pass over one token reads. read_bandwidth: bytes per second at which this
+            device reads memory, by the best of a few reads of `probe_bytes`.
         template: arguments that the chat template was given.
         sampling: beside the temperature, under `eval.sampling: served`.
         command: the shell line that repeats the run; None where no `outrider` command measured.
@@ -139,6 +160,9 @@ class Conditions(ReportModel):
     threads: int
     attention: str
     pass_backend: str | None = None
+    pass_bytes: int | None = None
+    read_bandwidth: float | None = None
+    probe_bytes: int | None = None
     template: dict[str, Any] = Field(default_factory=dict)
     batch_size: int = 1
     max_new_tokens: int
@@ -157,6 +181,11 @@ class Conditions(ReportModel):
     versions: dict[str, str]
     command: str | None = None
 
+    @property
+    def floor(self) -> float | None:
+        """The seconds that reading the weights of one pass has to take."""
+        return self.pass_bytes / self.read_bandwidth if self.pass_bytes and self.read_bandwidth else None
+
 
 class Report(ReportModel):
     """The result of `measure`.
@@ -165,6 +194,7 @@ class Report(ReportModel):
         contestants: in the order they were given; the headline is about the first drafter.
         figures: per contestant, temperature and suite ("all" first). records: per prompt, to make the figures from.
         groups: the figures by category, task and turn, where a suite has several. batches: by batch size.
+        findings: sentences on what was found wrong in the run, and no figure shows.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -176,6 +206,7 @@ class Report(ReportModel):
     figures: list[Figures]
     groups: list[GroupFigures] = Field(default_factory=list)
     batches: list[BatchFigures] = Field(default_factory=list)
+    findings: list[str] = Field(default_factory=list)
     records: list[PromptRecord] = Field(default_factory=list)
 
     @property

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...common.terminal import visible
-from .figures import ALL, PHASES, Figures, Interval, RequestFigures
-from .report import Report, SuiteInfo
+from .figures import ALL, PHASES, DepthFigure, Figures, Interval, PlaceFigure, RequestFigures
+from .report import Conditions, Report, SuiteInfo
 
 
 def markdown_text(text: str) -> str:
@@ -113,12 +113,36 @@ def _of_parts(
 
 def alpha(report: Report, temperature: float) -> Table:
     """Return one row per drafter, one column per depth; beside each alpha the rounds that reached that depth."""
-    rows = [
-        [Cell(f.contestant), *(Cell(d.alpha.main(), f"{d.alpha.bounds()} of {d.reached}".strip()) for d in f.alpha)]
-        for f in report.overall(temperature)
-        if f.alpha
+    rows = [(f.contestant, [(f"depth {d.depth}", d) for d in f.alpha]) for f in report.overall(temperature)]
+    return _alphas("Alpha by depth", rows)
+
+
+def by_position(report: Report, temperature: float) -> Table:
+    """Return one row per drafter, one column per range of positions in the answer: acceptance, and places."""
+    rows = [(f.contestant, [(p.part, p) for p in f.positions]) for f in report.overall(temperature)]
+    return _alphas("Acceptance by position in the answer", rows)
+
+
+def by_kind(report: Report, temperature: float) -> Table:
+    """Return one row per drafter, one column per kind of token: acceptance, and places."""
+    rows = [(f.contestant, [(p.part, p) for p in f.kinds]) for f in report.overall(temperature)]
+    return _without_empty(_alphas("Acceptance by kind of token", rows))
+
+
+def _alphas(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, DepthFigure | PlaceFigure]]]]) -> Table:
+    names = [name for name, _ in max((found for _, found in rows), key=len, default=())]
+    cells = [
+        [
+            Cell(name),
+            *(
+                Cell(p.alpha.main(), f"{p.alpha.bounds()} of {p.reached}".strip() if p.reached else "")
+                for _, p in found
+            ),
+        ]
+        for name, found in rows
+        if found
     ]
-    return _numbered("Alpha by depth", rows, lambda i: f"depth {i + 1}")
+    return _numbered(title, cells, lambda i: names[i])
 
 
 def accepted(report: Report, temperature: float) -> Table:
@@ -139,16 +163,19 @@ def _numbered(title: str, rows: list[list[Cell]], header: Callable[[int], str]) 
 
 
 def phases(report: Report, temperature: float) -> Table:
-    """Return milliseconds per new token, by phase; one row per contestant."""
+    """Return milliseconds per new token, by phase, and what bounds and costs them; one row per contestant."""
     rows = [
         [
             Cell(f.contestant),
             *(Cell.of(f.milliseconds_per_token.get(p)) for p in PHASES),
             Cell(f"{f.seconds['total']:.1f}"),
+            Cell.of(f.floor_share),
+            Cell.of(f.joules_per_token, decimals=3),
         ]
         for f in report.overall(temperature)
     ]
-    return Table("Milliseconds per token, by phase", ["contestant", *PHASES, "seconds in all"], rows)
+    headers = ["contestant", *PHASES, "seconds in all", "floor ÷ round", "joules per token"]
+    return _without_empty(Table("Milliseconds per token, by phase", headers, rows))
 
 
 def divergences(report: Report) -> Table:
@@ -172,6 +199,7 @@ def conditions(report: Report) -> Table:
         "contestants": "; ".join(_described(report, i.name) for i in report.contestants),
         "dtype": f"{c.dtype}, attention {c.attention}" + (f", passes {c.pass_backend}" if c.pass_backend else ""),
         "device": f"{c.device}: {c.device_name}, {counted(c.threads, 'thread')}",
+        "memory": _memory(c),
         "prompts": "; ".join(map(_asked, c.suites)),
         "sampling": ", ".join(f"{k} {v}" for k, v in c.sampling.items()),
         "requests": (
@@ -186,6 +214,15 @@ def conditions(report: Report) -> Table:
         "measured": report.created,
     }
     return Table("Conditions", ["condition", "value"], [[Cell(k), Cell(v)] for k, v in values.items() if v], labels=2)
+
+
+def _memory(c: Conditions) -> str:
+    if c.read_bandwidth is None:
+        return ""
+    return (
+        f"a pass over one token reads {c.pass_bytes:,} bytes of weights; memory is read at "
+        f"{c.read_bandwidth / 1e9:.1f} GB/s, the best of a few reads of {c.probe_bytes:,} bytes"
+    )
 
 
 def rules_line(report: Report) -> str:
@@ -291,4 +328,13 @@ def _described(report: Report, name: str) -> str:
 
 
 TemperatureTable = Callable[[Report, float], Table]
-DETAILS: tuple[TemperatureTable, ...] = (by_suite, by_group, by_batch, alpha, accepted, phases)
+DETAILS: tuple[TemperatureTable, ...] = (
+    by_suite,
+    by_group,
+    by_batch,
+    alpha,
+    by_position,
+    by_kind,
+    accepted,
+    phases,
+)

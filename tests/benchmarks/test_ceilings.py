@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import ceilings
 from benchmarks.ceilings import Bandwidth, Floor, bandwidth
 from outrider.common import BadInputError
+from outrider.costs import timing
 
 
 def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch):
-    monkeypatch.setattr(ceilings, "timed", lambda work, device: 0.5)
+    monkeypatch.setattr(timing, "timed", lambda work, device: 0.5)
     assert bandwidth("cpu", 2**20).copy == 2 * 2**20 / 0.5
     assert bandwidth("cpu", 2**20).read == 2**20 / 0.5
     assert bandwidth("cpu", 2**20) == Bandwidth(copy=2**22, read=2**21, num_bytes=2**20)

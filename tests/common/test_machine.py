@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 from outrider.common import machine
-from outrider.common.machine import cgroup_rooms, free_bytes
+from outrider.common.machine import cgroup_rooms, energy_meter, free_bytes
 
 
 def group(folder: Any, limit: str, used: int, cached: int, old: bool = False) -> None:
@@ -42,6 +45,47 @@ def test_a_container_that_sees_its_own_group_as_the_root_is_limited_by_it(tmp_pa
     group(tmp_path, "900", 200, 0)
     assert cgroup_rooms(tmp_path, tmp_path / "own") == [700]
     assert cgroup_rooms(tmp_path, tmp_path / "missing") == [], "without control groups nothing limits"
+
+
+class Nvml:
+    """A stand-in for pynvml whose counter stands at 5,000 millijoules."""
+
+    class NVMLError(Exception):
+        """What the real one raises."""
+
+    def __init__(self, uuid: str, counts: bool = True):
+        self.uuid, self.counts = uuid, counts
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid != self.uuid:
+            raise self.NVMLError
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+        if handle != self.uuid or not self.counts:
+            raise self.NVMLError
+        return 5000
+
+
+@pytest.mark.parametrize(
+    ("device", "nvml", "joules"),
+    [
+        ("cuda", Nvml("GPU-abc"), 5.0),
+        ("cuda", Nvml("GPU-other"), None),
+        ("cuda", Nvml("GPU-abc", counts=False), None),
+        ("cuda", None, None),
+        ("cpu", Nvml("GPU-abc"), None),
+    ],
+    ids=["counted", "another GPU", "one that counts nothing", "no package", "a CPU"],
+)
+def test_energy_is_told_in_joules_of_this_gpu_or_not_at_all(monkeypatch, device, nvml, joules):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: it cannot be imported
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    meter = energy_meter(torch.device(device))
+    assert (None if meter is None else meter()) == joules
 
 
 def test_free_memory_is_less_than_there_is_and_the_smallest_limit_decides(monkeypatch):

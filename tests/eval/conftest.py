@@ -87,6 +87,8 @@ def _timed(contestant: str, temperature: float, i: int, rounds: list[tuple[int, 
     if temperature == 0 and contestant != "plain":
         more |= {"identical": i != 0, "diverges_at": None if i else 4}
     made = record(contestant, "code", f"<p & {i}>", 1 + sum(a + 1 for _, a in rounds), seconds, rounds)
+    if contestant == "draft":
+        more["kinds"] = made.places(lambda place: "copied" if place % 3 else "word")
     return made.model_copy(update=more)
 
 

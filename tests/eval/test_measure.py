@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from outrider.common import BadInputError
+from outrider.costs.counting import pass_bytes
 from outrider.decode import Decoder, Plan, Round, Sampling
+from outrider.decode.rules import VerifyInputs
 from outrider.distill.prompt_table import Prompt
 from outrider.eval import Figures, Interval, Report, interleaved_runs
+from outrider.eval import measure as measurement
 from outrider.eval.interleaved_runs import TimedCompletion, in_time, race
 from outrider.eval.measure import GENERATE, Contestant, make_records, measure, summarise
 from outrider.eval.reports.figures import Baselines, Ratio
+from outrider.eval.reports.render import markdown
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import PromptJob, make_jobs, make_suite
 from outrider.heads import DraftModel, Medusa, MedusaConfig, Ngram
@@ -94,6 +98,18 @@ def test_a_prompts_seconds_are_those_of_the_median_repeat(suites):
         assert record.repeats == seconds
 
 
+def test_joules_are_those_of_all_requests_over_all_new_tokens(target, suites, settings, monkeypatch):
+    """The meter moves by 16 joules for each answer of 16 tokens, and is asked before and after each."""
+    read = iter(range(0, 10**6, 16))
+    assert measure(target, [], suites, settings).headline("plain").joules_per_token is None
+    monkeypatch.setattr(measurement, "energy_meter", lambda device: lambda: float(next(read)))
+    report = measure(target, [Contestant("ngram", Ngram(), Plan(depth=3))], suites, settings)
+    assert {r.joules for r in report.records} == {16.0}
+    assert {f.joules_per_token.value for f in report.figures} == {1.0}
+    assert "joules per token" in report.definitions
+    assert "| 1.000 [all alike] |" in markdown(report)
+
+
 def test_a_divergence_is_noted_with_its_place(suites):
     jobs = make_jobs(suites)[:1]
     answers = {
@@ -136,6 +152,7 @@ def test_a_whole_measurement(report):
     for name in ("self", "ngram", GENERATE):
         assert report.headline(name, 0.0).identical == 5
         assert report.headline(name, 1.0).identical == (5 if name == "ngram" else None)
+    assert report.findings == []
     rules = {(f.contestant, f.temperature): f.rule for f in report.figures}
     assert rules["self", 0.0] == rules["ngram", 0.0] == "greedy"
     sampled = [rules[name, 1.0] for name in ("self", "ngram", "plain", GENERATE)]
@@ -149,6 +166,26 @@ def test_a_whole_measurement(report):
     assert report.primary == "self"
 
 
+def test_a_pass_is_compared_with_what_memory_allows(report, target):
+    conditions, figures = report.conditions, report.headline("plain", 0.0)
+    assert conditions.pass_bytes == pass_bytes(target)
+    assert conditions.probe_bytes == 2**28
+    assert 1e8 < conditions.read_bandwidth < 1e13
+    rounds, verify = figures.num_rounds, figures.seconds["verify"]
+    assert figures.floor_share.value == pytest.approx(conditions.floor * rounds / verify, rel=1e-3)
+
+
+def test_a_verification_that_keeps_too_much_is_found(target, suites, settings, tiny_llama, monkeypatch):
+    """At temperature 1 only, of the drafter whose drafts were drawn."""
+    accepts = VerifyInputs.accepts
+    monkeypatch.setattr(VerifyInputs, "accepts", lambda case: accepts(case) * 0.1)
+    own = DraftModel(tiny_llama(layers=1, seed=1, initializer_range=0.3))
+    contestants = [Contestant("own", own, Plan(2)), Contestant("ngram", Ngram(), Plan(2))]
+    settings = settings.model_copy(update={"max_new_tokens": 64, "repeats": 1})
+    (said,) = measure(target, contestants, suites, settings, generate_baseline=False).findings
+    assert said.startswith("own at temperature 1: 0.")
+
+
 def test_records_hold_what_the_decoder_gave(report, target, suites, settings):
     assert len(report.records) == 4 * 2 * 5
     record = next(r for r in report.records_of("ngram", 0.0) if r.prompt == "docs/1")
@@ -158,6 +195,18 @@ def test_records_hold_what_the_decoder_gave(report, target, suites, settings):
     assert record.tokens == 16
     parts = sum(record.seconds[p] for p in ("prefill", "draft", "verify", "host"))
     assert parts == pytest.approx(record.seconds["total"], abs=1e-5)
+
+
+def test_places_by_position_and_by_kind_are_the_same_ones(report):
+    """A drafter that equals the target is right at all of 16 tokens but the first and the three that are its own."""
+    for name in ("self", "ngram"):
+        figures = report.headline(name, 0.0)
+        by_position, by_kind = (
+            [sum(p.reached for p in parts), sum(p.kept for p in parts)] for parts in (figures.positions, figures.kinds)
+        )
+        assert by_position == by_kind
+        assert by_kind == [60, 60] or name == "ngram"
+        assert {p.part for p in figures.kinds if p.reached} == {"copied", "other"}  # there is no tokenizer
 
 
 def test_a_prompt_gets_the_same_sampled_text_whatever_is_measured_with_it(target, suites, tiny_llama):
@@ -242,6 +291,25 @@ def test_alpha_counts_only_rounds_that_reached_and_drafted_the_depth():
     assert [a.alpha.value for a in alpha] == pytest.approx([5 / 6, 3 / 5, 1 / 2])
 
 
+def test_places_are_new_tokens_that_a_draft_reached():
+    """By hand: kept at 2 to 4, missed at 6, kept at 7, missed at 8; the limit of tokens cuts what lies after it."""
+    assert RECORDS[0].places(str) == {"2": (1, 1), "3": (1, 1), "4": (1, 1), "6": (1, 0), "7": (1, 1), "8": (1, 0)}
+    cut = record("fast", "code", "a", 3, 1.0, [(3, 3)])
+    assert cut.places(str) == {"2": (1, 1), "3": (1, 1)}
+    tree = record("fast", "code", "a", 4, 1.0, [(9, 1), (9, 0)], tried=[1, 1])
+    assert tree.places(str) == {"2": (1, 1), "4": (1, 0)}
+
+
+def test_acceptance_by_position_in_the_answer():
+    """An answer of 40 tokens whose drafts are right up to the 17th, and always wrong after it."""
+    rounds = [(1, 1)] * 8 + [(1, 0)] * 23
+    own, plain = record("fast", "code", "a", 40, 1.0, rounds), record("plain", "code", "a", 40, 1.0, [(0, 0)] * 39)
+    fast, alone = summarise([own, plain], RULES, BASELINES.model_copy(update={"generate": None}))[:2]
+    found = [(p.part, p.reached, p.kept, p.alpha.value) for p in fast.positions]
+    assert found == [("1–16", 8, 8, 1.0), ("17–32", 15, 0, 0.0), ("33–64", 8, 0, 0.0)]
+    assert (alone.positions, alone.kinds) == ([], [])
+
+
 def test_the_histogram_counts_every_round_once():
     histogram = figures("fast", "all").accepted
     assert [(h.accepted, h.rounds) for h in histogram] == [(0, 2), (1, 2), (2, 2), (3, 1)]
@@ -255,6 +323,22 @@ def test_speed_is_a_ratio_of_sums():
     assert fast.speedup.value == pytest.approx(6 / 4)
     assert fast.speedup_generate.value == pytest.approx(7 / 4)
     assert fast.milliseconds_per_token["total"].value == pytest.approx(4000 / 21)
+
+
+def test_the_floors_share_is_that_of_the_plain_targets_time_of_verification():
+    """By hand: of 3 s, 14 rounds of at least 0.1 s. Where no phases are told there is none."""
+
+    def floor_shares(**verify: float) -> list[Interval | None]:
+        rows = [record("fast", "code", p, 8, 1.0, [(3, 3), (3, 2)]) for p in "ab"]
+        rows += [record("plain", "code", p, 8, 1.0, [(0, 0)] * 7) for p in "ab"]
+        for row in rows:
+            row.seconds |= {"verify": verify[row.prompt]} if verify else {}
+        baselines = Baselines(plain="plain", generate=None)
+        return [f.floor_share for f in summarise(rows, RULES, baselines, floor=0.1)[:2]]
+
+    drafting, plain = floor_shares(a=1.0, b=2.0)
+    assert (drafting, plain.value) == (None, pytest.approx(1.4 / 3))
+    assert floor_shares() == [None, None]
 
 
 def test_each_suite_has_its_own_figures():

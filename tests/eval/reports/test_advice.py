@@ -100,6 +100,13 @@ def test_equal_prompts_are_found_in_a_measurement(tiny_llama: Any) -> None:
     ]
 
 
+def test_what_was_found_in_the_run_is_a_remark() -> None:
+    report = trained(answered(make_report(USUAL), "abcd"), 4)
+    assert remarks(report.model_copy(update={"findings": ["draft at temperature 1: no."]})) == [
+        "draft at temperature 1: no."
+    ]
+
+
 def test_remarks_stand_in_every_form_of_a_report(tmp_path: Path) -> None:
     report = make_report([[4, 4]] * 6, depth=4)
     (said,) = remarks(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pkgutil
 import re
@@ -17,13 +18,14 @@ from rich.console import Console
 
 from outrider.common import BadInputError
 from outrider.eval import Report, reports
-from outrider.eval.reports import plots
+from outrider.eval.reports import plots, tables
 from outrider.eval.reports.figures import Interval
-from outrider.eval.reports.render import print_report, write_report
+from outrider.eval.reports.render import markdown, markdown_table, print_report, write_report
 
 from ..conftest import make_report
 
 ACCEPTED = [[4, 1, 0], [2, 2], [0, 3, 1, 4], [1, 1, 0]]
+NOTHING = Interval(math.nan, math.nan, math.nan)
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
@@ -48,6 +50,45 @@ def test_numbers_that_do_not_exist_are_null_in_valid_json(tmp_path):
     values = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
     assert values["figures"][0]["tau"] == {"value": 2.5, "low": None, "high": None}
     assert not Report.load(folder).headline().tau.known
+
+
+def test_a_report_of_before_there_were_figures_by_place_is_still_read(report, tmp_path):
+    values = json.loads(report.to_json())
+    for part in (*values["figures"], *values["records"]):
+        part.pop("positions", None)
+        part.pop("kinds")
+    del values["checksum"]
+    (tmp_path / "report.json").write_text(json.dumps(values))
+    loaded = Report.load(tmp_path)
+    assert loaded.headline().positions == []
+    assert "Acceptance by" not in markdown(loaded)
+
+
+def test_acceptance_by_position_and_by_kind_stands_in_both_pages(report, tmp_path):
+    """Kinds that no token was of have no column."""
+    folder = write_report(report, tmp_path)
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    _, table = text.split("### Acceptance by kind of token")[:2]
+    assert table.split("\n")[2] == "| contestant | copied | word |"
+    assert re.match(r"\| draft \| 0\.\d\d \[0\.\d\d, 0\.\d\d\] of \d+ \|", table.split("\n")[4])
+    own, other = report.headline(), report.headline("plain")  # one that reached no word
+    other.kinds = [p.model_copy(update={"reached": 0, "alpha": NOTHING} if p.part == "word" else {}) for p in own.kinds]
+    assert re.search(r"\| plain \| 0\.\S+ \[.*\] of \d+ \| – \|", markdown_table(tables.by_kind(report, 0.0)))
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.count("<caption>Acceptance by position in the answer</caption>") == 2
+    assert 'data-name="1–16"' in page
+
+
+def test_the_floors_share_stands_beside_the_phases_with_what_it_is_made_of(report):
+    """Above 1, too; without it there is no column, and no line about memory."""
+    assert "floor ÷ round |" not in markdown(report)
+    assert "memory" not in markdown(report).split("## Conditions")[1].split("## Def")[0]
+    report.conditions.pass_bytes, report.conditions.read_bandwidth, report.conditions.probe_bytes = 1200, 2.5e9, 4096
+    for figures in report.overall(0.0):
+        figures.floor_share = Interval(1.25, 1.1, 1.4) if figures.contestant == "plain" else None
+    text = markdown(report)
+    assert re.search(r"\| plain \|.* 1.25 \[1.10, 1.40\] \|", text)
+    assert "reads 1,200 bytes of weights; memory is read at 2.5 GB/s, the best of a few reads of 4,096 bytes" in text
 
 
 def test_the_headline_is_about_the_first_drafter_over_all_suites(report):

@@ -10,6 +10,7 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,12 @@ def sample(items: Sequence[pytest.Item], most: int) -> set[pytest.Item]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tiny models run fastest on one thread, and sums are made in one order; two stand for other machines."""
+    """Tiny models run fastest on one thread, and sums are made in one order; two stand for other machines.
+
+    A forked process has one: OpenMP's threads do not live on there, and waiting for them crashes or never ends.
+    """
     torch.set_num_threads(int(os.environ["OUTRIDER_TEST_THREADS"]))
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,8 @@
     python -m benchmarks.engines runs/grown --vllm ~/vllm --llama /usr/bin/llama-server --threads 1 \\
         --out benchmarks/results/engines-0.4b-cpu-bf16.json
 
-Whole requests of the suites' prompts, prefills included; every engine runs all the time and waits while others answer.
+Whole requests of the suites' prompts, prefills included; every engine is stopped (SIGSTOP) while others answer: some
+look for the next request without a pause, and would take a core.
 Ours reads packed weights. The grown drafter (`DIR/drafter`, if it is there) drafts here and, as far as vLLM reads it,
 there; n-grams draft everywhere, looked up in each program's own way. Engines start without prefix caches, which would
 answer the repeats of a prompt without reading it. Every speed is also shown over our plain decoding.
@@ -13,6 +14,7 @@ answer the repeats of a prompt without reading it. Every speed is also shown ove
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 
 from outrider.common import OutriderError
@@ -99,13 +102,17 @@ class Drafting:
 
 
 class EngineRacer:
-    """A running engine that completes one job of a race."""
+    """An engine that completes one job of a race, and is stopped before and after. `group`: of its processes."""
 
-    def __init__(self, name: str, engine: Engine, target: Target, max_new_tokens: int):
-        self.name, self.engine, self.target, self.max_new_tokens = name, engine, target, max_new_tokens
+    def __init__(self, name: str, engine: Engine, group: int, target: Target, max_new_tokens: int):
+        self.name, self.engine, self.group = name, engine, group
+        self.target, self.max_new_tokens = target, max_new_tokens
+        os.killpg(group, signal.SIGSTOP)
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
+        os.killpg(self.group, signal.SIGCONT)
         answer = self.engine.complete(job.prompt.tokens, self.max_new_tokens, temperature)
+        os.killpg(self.group, signal.SIGSTOP)
         tokens = answer.tokens or self.target.require_tokenizer()(answer.text, add_special_tokens=False)["input_ids"]
         return TimedCompletion(list(tokens), {"total": answer.seconds})
 
@@ -191,8 +198,11 @@ def main(given: Sequence[str] | None = None) -> int:
             if not wanted(name, arguments.drafting):
                 continue
             try:
+                before = {child.pid for child in psutil.Process().children()}
                 engine = stack.enter_context(running(each, Path(place) / f"{len(racers)}.log"))
-                racers.append(EngineRacer(name, engine, target, arguments.max_new_tokens))
+                (group,) = {child.pid for child in psutil.Process().children()} - before
+                racers.append(EngineRacer(name, engine, group, target, arguments.max_new_tokens))
+                stack.callback(os.killpg, group, signal.SIGCONT)  # before it is asked to end
             except OutriderError as error:
                 print(f"{name}: {error}", flush=True)
         target.pack()

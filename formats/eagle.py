@@ -54,7 +54,9 @@ class EagleLayout(ExportLayout[Eagle1, Eagle1Config]):
     def write(self, drafter: Eagle1, target: Target, depth: int) -> DrafterFiles:
         tensors, weight = own_tensors(drafter), drafter.fc.weight
         if drafter.input_projection.is_scaled:
-            tensors["fc.weight"] = weight * drafter.input_projection.scale()
+            scaled = weight.float() * drafter.input_projection.scale()
+            exact = bool((scaled.to(weight.dtype) == scaled).all())
+            tensors["fc.weight"] = scaled.to(weight.dtype) if exact else scaled  # an engine rounds once, as it loads
         if self.engine == "sglang" and not drafter.config.fc_bias:
             tensors["fc.bias"] = weight.new_zeros(len(weight))
         if self.engine == "eagle":

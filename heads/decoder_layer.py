@@ -211,7 +211,8 @@ class FusedLinear:
         scale: Tensor | None = None,
     ):
         self.norms = norms
-        weight = _together([linear.weight if scale is None else linear.weight * scale for linear in linears])
+        own = [linear.weight for linear in linears]
+        weight = _together(own if scale is None else [(each * scale).to(each.dtype) for each in own])
         # Columns of a larger matrix are slow to multiply with: each part's are a matrix of their own.
         self.weights = [part.contiguous() for part in weight.split(width or weight.shape[1], 1)]
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -255,11 +256,11 @@ class InputProjection:
         return bool(self.norms) or any(factor != 1 for factor in self.factors)
 
     def scale(self) -> Tensor:
-        """Return by what each number of an input that is scaled is multiplied, `[columns]`."""
+        """Return by what each number of an input that is scaled is multiplied, `[columns]`, in float32."""
         if self.norms:
-            return torch.cat([norm.weight for norm in self.norms])
+            return torch.cat([norm.weight for norm in self.norms]).float()
         each = self.linear.in_features // len(self.factors)
-        return self.linear.weight.new_tensor(self.factors).repeat_interleave(each)
+        return torch.tensor(self.factors, device=self.linear.weight.device).repeat_interleave(each)
 
     def product(self) -> Callable[[Tensor], Tensor]:
         """Return the linear layer itself, or a copy of it with what its input is multiplied by in its weights."""

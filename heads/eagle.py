@@ -15,6 +15,7 @@ V' draft vocabulary, S unrolled steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -287,7 +288,7 @@ class Eagle1Config(FeatureConfig):
             only.
         embedding_scale, feature_scale: by which embeddings and features are multiplied before fc; an export has them in
             fc's weights. A new fc takes long to learn from inputs much smaller than others, and is unsteady where they
-            are large. 0 is what gives those of the target a root mean square of ½.
+            are large. 0 is the power of two that gives those of the target a root mean square of about ½.
         norm_first: a norm before the first layer's attention; published heads of the paper's form have none.
         fc_bias: published heads differ in it.
     """
@@ -310,7 +311,8 @@ class Eagle1Config(FeatureConfig):
         if all(given) or (embedded := target.embed(some)).is_meta:  # there only sizes are planned
             return sizes
         theirs = [0.5 / _scale(values.flatten()).item() for values in (embedded, norm_factors(target))]
-        scales = [own or float(f"{scale:.3g}") for own, scale in zip(given, theirs, strict=True)]
+        # Powers of two: weights that have them in them are exact in every dtype.
+        scales = [own or 2.0 ** round(math.log2(scale)) for own, scale in zip(given, theirs, strict=True)]
         return sizes | {"embedding_scale": scales[0], "feature_scale": scales[1]}
 
 

@@ -91,6 +91,15 @@ def test_what_leaves_is_read_as_it_was_measured_and_comes_back_bit_for_bit(
         assert torch.equal(session_logits(other, target, passage), session_logits(drafter, target, passage))
 
 
+@pytest.mark.parametrize("scale", [0.3, 0.25])
+def test_scales_that_bfloat16_would_round_leave_in_float32(target, make_drafter, tmp_path, scale):
+    """Rounded before an engine loads them, they would be read as another head's."""
+    drafter = make_drafter("eagle1", embedding_scale=1 / scale, feature_scale=scale).cast(torch.bfloat16)
+    assert export_drafter(drafter, target, "vllm", tmp_path / "vllm", 3).difference < 1e-4
+    kept = load_file(tmp_path / "vllm" / "model.safetensors")["fc.weight"].dtype
+    assert kept == (torch.float32 if scale == 0.3 else torch.bfloat16)
+
+
 @pytest.mark.parametrize(("taps", "nearest"), [([4, 2, 1], [1, 2, 4]), ([1, 3, 6], [1, 3, 5])], ids=str)
 def test_taps_that_an_engine_would_take_otherwise_are_refused(export, tmp_path, taps, nearest):
     said = f"{re.escape(f'taps: {taps}')}.*{re.escape(f'nearest that can be served: taps: {nearest}')}"

@@ -26,6 +26,7 @@ from ..recipes import Recipe
 from .arguments import MEASURED
 from .data import Order
 from .decoding import Sample
+from .forecast import Forecast
 from .provenance import PROVENANCE, RECIPE
 
 _log = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ def log_line(logs: dict[str, Any], step: int) -> str:
     depths = sorted((int(m[1]), v) for k, v in logs.items() if (m := re.fullmatch(rf"{prefix}alpha_d(\d+)", k)))
     parts += ["alpha " + " ".join(f"{value:.2f}" for _, value in depths)] if depths else []
     parts += [f"lr {logs['learning_rate']:.1e}"] if "learning_rate" in logs else []
+    parts += [f"tau {foreseen.text()}"] if (foreseen := Forecast.read(logs)) else []
     return "  ".join(parts)
 
 

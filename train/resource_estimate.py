@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,10 @@ from ..targets.loading import image_reader_of, meta_causal_lm, target_path
 from ..targets.model_folder import model_folder
 from . import muon
 from .arguments import packing_of, training_arguments
+from .checkpoints import last_complete, require_own_state, state_of, step_of
 from .data import FIRST_LEARNED
 from .drafter_init import check_abilities, check_drafter, make_drafter
+from .forecast import Forecast
 
 _SAMPLE = 1000  # prompts whose lengths stand for those of all
 _BYTES = 4  # of a token, where no tokenizer tells
@@ -83,7 +85,19 @@ def plan(
         needs = replace(
             needs, notes=[*needs.notes, f"a vLLM that writes this drafter's states is started with {shlex.join(words)}"]
         )
+    begun = last_complete(recipe.output_folder / "checkpoints")
+    if begun is not None:
+        needs = replace(needs, notes=[*needs.notes, *_course(begun)])
     return _here(needs, recipe, measured)
+
+
+def _course(checkpoint: Path) -> Iterator[str]:
+    """Yield a note on how far the training of a checkpoint is, and what its course says of its end."""
+    require_own_state(checkpoint)
+    foreseen = [found for entry in state_of(checkpoint).log_history if (found := Forecast.read(entry))]
+    if foreseen:
+        now = f"analytic tau {foreseen[-1].now:.2f} after step {step_of(checkpoint):,}"
+        yield f"this training has begun: {now}, {foreseen[-1].text()}"
 
 
 class _ExpertsOfAnyDtype(TorchFunctionMode):

@@ -31,6 +31,7 @@ from .callbacks import EpochOrder, GracefulStop, StepLines
 from .checkpoints import DrafterCheckpointIO
 from .data import IGNORED, Batches, Order, Packs, Rows, collate
 from .decoding import MeasuredTau, OnPolicy
+from .forecast import SCHEDULES, forecast
 from .hooks import HookedTrainer, norm_of_last_step
 from .joint import JointModule, Stages
 from .optimizer_state import remove_empty_groups
@@ -296,8 +297,7 @@ class DrafterTrainer(HookedTrainer):
         """Return this micro-batch's share of the global batch's mean loss, `[]`."""
         batch = self.data.batches.of(inputs)
         batch.step = self.args.seed * 1_000_003 + self.state.global_step
-        state, budget = self.state, self.budget
-        batch.progress = state.global_step / state.max_steps if budget is None else budget.clock.share
+        batch.progress = self.share
         if self.data.verified:
             batch.verified = AcceptedPositions(inputs[DEPTHS], self.data.verified)
         loss = loss_of(model(batch))
@@ -319,6 +319,11 @@ class DrafterTrainer(HookedTrainer):
             self._guard.check(self._guard.step, float(worst))
         return (value, loss) if return_outputs else value
 
+    @property
+    def share(self) -> float:
+        """Which share of the training is over, from 0 to 1."""
+        return self.state.global_step / self.state.max_steps if self.budget is None else self.budget.clock.share
+
     def norm_of_step(self) -> Tensor:
         """Return the norm of the gradients of the step about to be taken (under DeepSpeed, of the one just taken)."""
         if getattr(self.accelerator, "scaler", None) is not None:  # which expects and skips overflowing steps itself
@@ -329,9 +334,12 @@ class DrafterTrainer(HookedTrainer):
         return gradient_norm(self.model)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the per-depth means since the last log to a training log; all reports (wandb, …) get them."""
+        """Add the per-depth means since the last log to a training log, and the forecast: all reports get them."""
         if "loss" in logs:
             logs = {**self._sums.means(self.processes.sum), **logs}
+            history = [*self.state.log_history, logs | {"step": self.state.global_step}]
+            if self.args.lr_scheduler_type in SCHEDULES and (found := forecast(history, self.share)) is not None:
+                logs |= found.logged()
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

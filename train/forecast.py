@@ -1,0 +1,75 @@
+"""What a training's course says of its end, from its first tenth on.
+
+Where the learning rate falls to zero, the odds of acceptance, α / (1 − α), grow as a power of the share of the training
+that is over, at every depth: from the share f to the end by f^-EXPONENT. Of the same training in twice the time the
+odds at the end are larger by 2^LONGER. Both exponents, and how far trainings stray from them, were measured over
+drafters of many kinds and lengths (`benchmarks/archive/forecasts`). τ is the analytic one of the training's log, at
+temperature 1 over the depths that are trained: 1 + Σ_d Π_{i ≤ d} α_i.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
+from operator import mul
+from typing import Any, Self
+
+EXPONENT, STRAY = 0.64, 0.12  # of the odds over the share that is left, and its standard deviation over trainings
+LONGER = 0.25  # of the odds at the end over the length of a training
+FIRST_SHARE = 0.1
+WINDOW = 0.6  # what τ is now: the mean from this share of the steps so far on
+QUANTILE = 1.96
+PREFIX = "forecast_"  # of its names in a log
+SCHEDULES = ("cosine", "linear", "polynomial")  # that fall to zero
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """τ of a training over the last logged steps (`now`), at its end with a 95% interval, and what more in `twice` the
+    time.
+    """
+
+    now: float
+    end: float
+    low: float
+    high: float
+    twice: float
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Self | None:
+        """Return the forecast in an entry of a training's log; None where there is none."""
+        values = [entry.get(PREFIX + each.name) for each in fields(cls)]
+        return cls(*values) if all(isinstance(value, float) for value in values) else None
+
+    def logged(self) -> dict[str, float]:
+        """Return the entries of a training's log."""
+        return {PREFIX + name: value for name, value in asdict(self).items()}
+
+    def text(self) -> str:
+        """Return words for people."""
+        return f"{self.end:.2f} [{self.low:.2f}, {self.high:.2f}] at the end, {self.twice:+.2f} in twice the time"
+
+
+def forecast(history: Sequence[Mapping[str, Any]], share: float) -> Forecast | None:
+    """Return the forecast of a training of which `share` is over, from its log's entries; None before a tenth."""
+    entries = [entry for entry in history if "loss" in entry and "alpha_d1" in entry]
+    if share < FIRST_SHARE or not entries:
+        return None
+    last = entries[-1]["step"]
+    recent = [entry for entry in entries if entry["step"] > WINDOW * last]
+    depths = sorted(int(found[1]) for key in entries[-1] if (found := re.fullmatch(r"alpha_d(\d+)", key)))
+    alphas = [sum(entry.get(f"alpha_d{d}", 0.0) for entry in recent) / len(recent) for d in depths]
+    left = -math.log(min(1.0, share * (1 + WINDOW) / 2))  # from the middle of what was averaged
+    stray = QUANTILE * STRAY
+    end, low, high = (_tau(alphas, left * power) for power in (EXPONENT, EXPONENT - stray, EXPONENT + stray))
+    twice = _tau(alphas, left * EXPONENT + LONGER * math.log(2)) - end
+    return Forecast(_tau(alphas, 0.0), end, low, high, twice)
+
+
+def _tau(alphas: Sequence[float], log_factor: float) -> float:
+    """Return τ of acceptances whose odds grow by a factor, given by its logarithm."""
+    grown = (alpha / (alpha + (1 - alpha) * math.exp(-log_factor)) for alpha in alphas)
+    return 1 + sum(accumulate(grown, mul))

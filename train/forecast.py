@@ -1,10 +1,11 @@
 """What a training's course says of its end, from its first tenth on.
 
 Where the learning rate falls to zero, the odds of acceptance, α / (1 − α), grow as a power of the share of the training
-that is over, at every depth: from the share f to the end by f^-EXPONENT. Of the same training in twice the time the
-odds at the end are larger by 2^LONGER. Both exponents, and how far trainings stray from them, were measured over
-drafters of many kinds and lengths (`benchmarks/archive/forecasts`). τ is the analytic one of the training's log, at
-temperature 1 over the depths that are trained: 1 + Σ_d Π_{i ≤ d} α_i.
+that is over, at every depth: from the share f to the end by f^-EXPONENT. At the end of the same training in twice the
+time they are larger by 2^LONGER. Both exponents, and how far trainings stray from them, were measured over drafters of
+ten kinds (`benchmarks/archive/forecasts`): drafters that begin with the target's weights have smaller ones than new
+heads. τ is the analytic one of the training's log, at temperature 1 over the depths that are trained: 1 + Σ_d Π_{i ≤ d}
+α_i.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from itertools import accumulate
 from operator import mul
 from typing import Any, Self
 
-EXPONENT, STRAY = 0.64, 0.12  # of the odds over the share that is left, and its standard deviation over trainings
-LONGER = 0.25  # of the odds at the end over the length of a training
-FIRST_SHARE = 0.1
+EXPONENT, STRAY = 0.5, 0.2  # of the odds over the share that is left, and its standard deviation over kinds
+LONGER = (0.2, 0.7)  # of the odds at the end over the length of a training, from long trainings to short ones
+FIRST_SHARE, LEAST_STEPS = 0.1, 100  # a shorter training logs too little
 WINDOW = 0.6  # what τ is now: the mean from this share of the steps so far on
 QUANTILE = 1.96
 PREFIX = "forecast_"  # of its names in a log
@@ -28,15 +29,16 @@ SCHEDULES = ("cosine", "linear", "polynomial")  # that fall to zero
 
 @dataclass(frozen=True)
 class Forecast:
-    """τ of a training over the last logged steps (`now`), at its end with a 95% interval, and what more in `twice` the
-    time.
+    """τ of a training over the last logged steps (`now`), at its end with a 95% interval, and from `twice_low` to
+    `twice_high` what more it would be in twice the time.
     """
 
     now: float
     end: float
     low: float
     high: float
-    twice: float
+    twice_low: float
+    twice_high: float
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Self | None:
@@ -50,23 +52,27 @@ class Forecast:
 
     def text(self) -> str:
         """Return words for people."""
-        return f"{self.end:.2f} [{self.low:.2f}, {self.high:.2f}] at the end, {self.twice:+.2f} in twice the time"
+        twice = f"{self.twice_low:+.2f} to {self.twice_high:+.2f} in twice the time"
+        return f"{self.end:.2f} [{self.low:.2f}, {self.high:.2f}] at the end, {twice}"
 
 
 def forecast(history: Sequence[Mapping[str, Any]], share: float) -> Forecast | None:
-    """Return the forecast of a training of which `share` is over, from its log's entries; None before a tenth."""
+    """Return the forecast of a training of which `share` is over, from its log's entries.
+
+    None before a tenth, and for trainings of few steps.
+    """
     entries = [entry for entry in history if "loss" in entry and "alpha_d1" in entry]
-    if share < FIRST_SHARE or not entries:
+    last = entries[-1]["step"] if entries else 0
+    if share < FIRST_SHARE or last < LEAST_STEPS * share:
         return None
-    last = entries[-1]["step"]
     recent = [entry for entry in entries if entry["step"] > WINDOW * last]
     depths = sorted(int(found[1]) for key in entries[-1] if (found := re.fullmatch(r"alpha_d(\d+)", key)))
     alphas = [sum(entry.get(f"alpha_d{d}", 0.0) for entry in recent) / len(recent) for d in depths]
     left = -math.log(min(1.0, share * (1 + WINDOW) / 2))  # from the middle of what was averaged
     stray = QUANTILE * STRAY
     end, low, high = (_tau(alphas, left * power) for power in (EXPONENT, EXPONENT - stray, EXPONENT + stray))
-    twice = _tau(alphas, left * EXPONENT + LONGER * math.log(2)) - end
-    return Forecast(_tau(alphas, 0.0), end, low, high, twice)
+    twice = (_tau(alphas, left * EXPONENT + power * math.log(2)) - end for power in LONGER)
+    return Forecast(_tau(alphas, 0.0), end, low, high, *twice)
 
 
 def _tau(alphas: Sequence[float], log_factor: float) -> float:

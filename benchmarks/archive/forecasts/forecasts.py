@@ -2,10 +2,9 @@
 
     python -m benchmarks.forecasts --work runs/forecasts --out forecasts-cpu.json data.responses=runs/embedded-eagle1/data
 
-Each recipe is trained for each number of seconds of processor time of one thread. The exponents are fitted to all
-trainings but those of the recipe that is forecast; the interval is ± 1.96 times how far these trainings stray, and it
-covers if τ over the last tenth of the log lies within. The exponent of the length is fitted to the ends of trainings of
-one recipe, of neighbouring lengths.
+Each recipe is trained for each number of seconds of processor time of one thread. A forecast's interval covers if τ
+over the last tenth of the log lies within: by the package's exponents, and by those of all recipes but the one that is
+forecast, each counted alike. The exponent of the length is that of trainings of one recipe, of neighbouring lengths.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from outrider.train import train
 from outrider.train.checkpoints import last_complete, state_of
 from outrider.train.stopping import TimeBudget
 
-from .report import command, conditions, number, options, publish, table
+from .report import NOTHING, command, conditions, number, options, publish, table
 
 KINDS = ("eagle1", "eagle3", "medusa", "hydra", "mtp", "dflash", "dspark", "draft-model", "peagle", "self-speculative")
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.7)
 Log = list[dict[str, Any]]
+Logs = dict[tuple[str, float], Log]  # by kind and seconds
 
 
 def log_of(kind: str, seconds: float, target: Target, work: Path, changes: Sequence[str]) -> Log:
@@ -64,24 +64,28 @@ def strayed(log: Log, share: float) -> tuple[float, float] | None:
     return log_odds(end) - log_odds(now), -math.log(share * (1 + law.WINDOW) / 2)
 
 
-def exponents(logs: dict[tuple[str, float], Log]) -> tuple[float, float]:
-    """Return the mean exponent over trainings and shares, and its standard deviation at the first share."""
-    each = {s: [grown / left for log in logs.values() if (found := strayed(log, s)) for grown, left in [found]] for s in SHARES}
-    mean = statistics.mean(value for values in each.values() for value in values)
-    stray = max(math.sqrt(statistics.mean((v - mean) ** 2 for v in values)) for values in each.values())
-    return mean, stray
+def exponents(logs: Logs) -> tuple[float, float]:
+    """Return the mean exponent and its standard deviation, over recipes, of trainings that are long enough."""
+    by_kind: dict[str, list[float]] = {}
+    for (kind, _), log in logs.items():
+        found = [strayed(log, share) for share in SHARES] if log[-1]["step"] >= law.LEAST_STEPS else []
+        by_kind.setdefault(kind, []).extend(grown / left for grown, left in filter(None, found))
+    means = [statistics.mean(values) for values in by_kind.values() if values]
+    return statistics.mean(means), statistics.stdev(means)
 
 
-def covered(logs: dict[tuple[str, float], Log]) -> list[dict[str, Any]]:
+def covered(logs: Logs, fitted: bool) -> list[dict[str, Any]]:
     """Return, for each share, how many ends the intervals cover, their width, and how far the forecasts are off."""
-    rows = []
+    rows, kept = [], (law.EXPONENT, law.STRAY)
     for share in SHARES:
         hits, off, widths = [], [], []
         for (kind, _), log in logs.items():
-            law.EXPONENT, law.STRAY = exponents({key: own for key, own in logs.items() if key[0] != kind})
+            if fitted:
+                law.EXPONENT, law.STRAY = exponents({key: own for key, own in logs.items() if key[0] != kind})
             last = log[-1]["step"]
             found = law.forecast([entry for entry in log if entry["step"] <= share * last], share)
             end = mean_within(log, "tau", 0.9 * last, last)
+            law.EXPONENT, law.STRAY = kept
             if found is None or end is None:
                 continue
             hits.append(found.low <= end <= found.high)
@@ -92,38 +96,53 @@ def covered(logs: dict[tuple[str, float], Log]) -> list[dict[str, Any]]:
     return rows
 
 
-def longer(logs: dict[tuple[str, float], Log]) -> list[float]:
+def longer(logs: Logs) -> list[float]:
     """Return the exponents of the length, over neighbouring lengths of one recipe."""
     found = []
     for (kind, seconds), log in logs.items():
         more = min((other for name, other in logs if name == kind and other > seconds), default=None)
         if more is not None:
-            ends = [mean_within(each, "alpha_d1", 0.9 * each[-1]["step"], each[-1]["step"]) for each in (log, logs[kind, more])]
-            assert ends[0] is not None and ends[1] is not None
-            found.append((log_odds(ends[1]) - log_odds(ends[0])) / math.log(logs[kind, more][-1]["step"] / log[-1]["step"]))
+            steps = [each[-1]["step"] for each in (log, logs[kind, more])]
+            before, after = (
+                log_odds(mean_within(each, "alpha_d1", 0.9 * last, last) or math.nan)
+                for each, last in zip((log, logs[kind, more]), steps, strict=True)
+            )
+            found.append((after - before) / math.log(steps[1] / steps[0]))
     return found
 
 
 def tables(result: dict[str, Any]) -> list[str]:
-    rows = [
-        [f"{row['share']:.0%}", f"{row['covered']} of {row['trainings']}", f"{row['off']:.3f}", f"{row['width']:.3f}"]
-        for row in result["forecasts"]
+    head = ["share that is over", "ends covered", "median error of τ", "median width of intervals"]
+    each = [
+        [
+            [f"{r['share']:.0%}", f"{r['covered']} of {r['trainings']}", f"{r['off']:.3f}", f"{r['width']:.3f}"]
+            for r in result[key]
+        ]
+        for key in ("forecasts", "forecasts_by_other_recipes")
     ]
+    shown = [[interval_free(row[key]) for key in ("recipe", "seconds", "steps", "tau", "exponent")] for row in result["trainings"]]
     exponent, length = result["exponent"], result["exponent_of_the_length"]
-    ends = [[row["recipe"], row["seconds"], row["steps"], f"{row['tau']:.3f}", f"{row['exponent']:.2f}"] for row in result["trainings"]]
     return [
-        f"The exponent over the share that is left: {exponent['mean']:.3f}, standard deviation {exponent['stray']:.3f}; "
-        f"of the length: {length['mean']:.3f}, standard deviation {length['stray']:.3f}.",
-        table(["share that is over", "ends covered", "median error of τ", "median width of intervals"], rows),
-        table(["recipe", "seconds", "steps", "τ at the end", "exponent from a tenth on"], ends),
+        f"The exponent over the share that is left: {exponent['mean']:.2f}, standard deviation over recipes "
+        f"{exponent['stray']:.2f}; of the length: {length['mean']:.2f}, standard deviation {length['stray']:.2f}.",
+        "By the package's exponents:",
+        table(head, each[0]),
+        "By those of the other recipes:",
+        table(head, each[1]),
+        table(["recipe", "seconds", "steps", "τ at the end", "exponent from three tenths on"], shown),
     ]
+
+
+def interval_free(value: Any) -> str:
+    """Return a figure for a table."""
+    return NOTHING if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = options(__doc__, "threads")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="changes of all recipes")
     parser.add_argument("--work", type=Path, default=Path("runs/forecasts"), help="the trainings")
-    parser.add_argument("--seconds", nargs="+", type=float, default=[40, 80, 160])
+    parser.add_argument("--seconds", nargs="+", type=float, default=[30, 60, 120])
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     arguments = parser.parse_args(given)
     TimeBudget.now = time.process_time  # type: ignore[method-assign]
@@ -142,7 +161,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 "seconds": seconds,
                 "steps": log[-1]["step"],
                 "tau": number(mean_within(log, "tau", 0.9 * log[-1]["step"], log[-1]["step"]) or math.nan),
-                "exponent": number((found[0] / found[1]) if (found := strayed(log, SHARES[0])) else math.nan),
+                "exponent": number((found[0] / found[1]) if (found := strayed(log, SHARES[2])) else math.nan),
             }
             for (kind, seconds), log in logs.items()
         ]
@@ -150,7 +169,8 @@ def main(given: Sequence[str] | None = None) -> int:
             "conditions": conditions(target, seeds=1, temperature="analytic, T = 1", time="processor seconds of one thread"),
             "exponent": {"mean": number(mean), "stray": number(stray)},
             "exponent_of_the_length": {"mean": number(statistics.mean(by_length)), "stray": number(statistics.stdev(by_length))},
-            "forecasts": covered(logs),
+            "forecasts": covered(logs, fitted=False),
+            "forecasts_by_other_recipes": covered(logs, fitted=True),
             "trainings": trainings,
         }
     publish(result, arguments.out, tables(result))

@@ -186,7 +186,7 @@ class DFlash2(DFlash[DFlash2Config]):
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the highest of logits `[..., V']`, and whose they are, `[..., C]` each."""
-        return logits.topk(min(self.config.selector_top_k, logits.shape[-1]), -1)
+        return logits.float().topk(min(self.config.selector_top_k, logits.shape[-1]), -1)
 
     def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> SelectorSession:
         return SelectorSession(self, target, cache, layers)
@@ -206,6 +206,7 @@ class SelectorSession(FollowingSession):
 
     def following(self, tokens: Tensor, depths: Tensor, parents: Tensor | None) -> Tensor:
         best, candidates, factors = (take_positions(x, depths) for x in (self.best, self.candidates, self.factors))
-        scores = torch.linalg.vecdot(factors.unflatten(-1, (best.shape[-1], -1)), self.drafter.code(tokens)[:, :, None])
-        nowhere = best.new_full((*tokens.shape, self.drafter.config.draft_vocab_size), float("-inf"))
-        return nowhere.scatter(-1, candidates, best + scores)
+        factors = factors.unflatten(-1, (best.shape[-1], -1))  # [B, W, C, r]
+        scores = best + torch.linalg.vecdot(factors, self.drafter.code(tokens)[:, :, None])
+        nowhere = scores.new_full((*tokens.shape, self.drafter.config.draft_vocab_size), float("-inf"))
+        return nowhere.scatter(-1, candidates, scores)

@@ -189,3 +189,16 @@ def test_drafts_are_candidates_alone(target, plan, monkeypatch):
     out = Decoder(target, drafter).generate([[1, 2, 3], [4]], 16, Sampling(1.0, seed=1), plan, ignore_eos=True)
     assert len(out.tokens[0]) == 16
     assert all((logits.isfinite().sum(-1) == 3).all() for logits in seen)
+
+
+def test_a_target_in_bfloat16_has_the_same_candidates_in_training(tiny_llama):
+    """Of its rounded logits, in which several may be alike."""
+    target = Target(tiny_llama(layers=6).bfloat16())
+    drafter, tokens = made(target), sequences(1, LENGTH)
+    session = opened(drafter, target, [tokens[0, :9].tolist()])
+    logits = [session.prefill(tokens[:, 9]), *(session.decode(tokens[:, j : j + 1])[:, 0] for j in range(10, 14))]
+    hidden = features(target, drafter, tokens)
+    states = drafter.states(target, tokens, hidden, anchored([[9]]))[0, 0]
+    candidates = drafter.candidates(target.lm_head(states))[1]
+    for ours, theirs in zip(logits, candidates, strict=True):
+        assert set(ours[0].isfinite().nonzero()[:, 0].tolist()) == set(theirs.tolist())

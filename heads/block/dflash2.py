@@ -85,14 +85,15 @@ class BlockConvolution(nn.Module):
 
         `side`: 0 of a module's input, 1 of its output.
         """
+        _, taps, groups = self.kernels
         weight = self.kernel_projection.weight.unflatten(0, self.kernels)[side]
-        delta = nn.functional.linear(states, weight.flatten(0, 1)).unflatten(-1, (*self.kernels[1:], 1))
-        kernel = (self.base_kernel[side].unflatten(-1, (self.kernels[2], -1)) + delta).flatten(-2)
-        kernel, blocks = (y.unflatten(1, (-1, self.slots)) for y in (kernel, x))  # [B, n, S, taps, H], [B, n, S, H]
-        mixed = kernel[..., 0, :] * blocks
-        for tap in range(1, self.kernels[1]):
+        delta = nn.functional.linear(states, weight.flatten(0, 1)).unflatten(-1, (taps, groups, 1))
+        delta, blocks = (y.unflatten(1, (-1, self.slots)) for y in (delta, x))  # [B, n, S, taps, G, 1], [B, n, S, H]
+        mixed = torch.zeros_like(blocks)
+        for tap, base in enumerate(self.base_kernel[side]):
             before = nn.functional.pad(blocks[:, :, : self.slots - tap], (0, 0, tap, 0))
-            mixed = mixed + kernel[..., tap, :] * before
+            changes = delta[..., tap, :, :] * before.unflatten(-1, (groups, -1))
+            mixed = mixed + base * before + changes.flatten(-2)
         return mixed.flatten(1, 2)
 
 
@@ -185,7 +186,7 @@ class DFlash2(DFlash[DFlash2Config]):
         return self.candidate_selector.predecessor_codebook(tokens)
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the highest of logits `[..., V']`, and whose they are, `[..., C]` each."""
+        """Return the C highest of logits `[..., V']`, and their places in the draft vocabulary, `[..., C]` each."""
         return logits.float().topk(min(self.config.selector_top_k, logits.shape[-1]), -1)
 
     def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> SelectorSession:

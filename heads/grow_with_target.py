@@ -21,8 +21,8 @@ from .base import Drafter, HeadDrafter
 from .draft_model import DraftModel
 from .mtp_checkpoint import layer_values
 
-_KINDS: Final = ("dflash", "dflash2", "dspark", "eagle1", "eagle3", "hydra", "medusa", "mtp", "peagle")
-_KINDS += ("self_speculative",)
+_BLOCKS: Final = ("dflash", "dflash2", "dspark")
+_KINDS: Final = (*_BLOCKS, "eagle1", "eagle3", "hydra", "medusa", "mtp", "peagle", "self_speculative")
 _NORMED = 2.0**-6  # of the constant channel where a norm has made it larger
 _FED_BACK = 2.0**-4  # of the constant channel in a final norm whose output is read again
 

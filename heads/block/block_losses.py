@@ -346,6 +346,8 @@ class BlockLearning:
 class FollowingLearning(BlockLearning):
     """The comparison of drafts that depend on the token before each: on a code of it, `drafter.code`."""
 
+    drafter: Any
+
     def states(self, states: Tensor) -> Tensor:
         # The codes stand beside the states: so their gradients are rows, not whole matrices for every part.
         codes = self.drafter.code(self.targets.before_tokens(self.batch.tokens))

@@ -165,8 +165,8 @@ class SelectorLearning(FollowingLearning):
         return best + scores, reference.at(candidates)
 
     def output_weights(self) -> list[nn.Parameter]:
-        selector = self.drafter.candidate_selector
-        return [selector.successor_codebook.weight, selector.hidden_projection.weight]
+        named = self.drafter.candidate_selector.named_parameters()
+        return [p for name, p in named if name != "predecessor_codebook.weight"]
 
 
 class DFlash2(DFlash[DFlash2Config]):

@@ -1,4 +1,4 @@
-"""Block drafters, DFlash and DSpark, in the layout of the `speculators` package, which vLLM reads as it is.
+"""Block drafters (DFlash, DFlash2 and DSpark) in the layout of the `speculators` package, which vLLM reads as it is.
 
 Its taps are HF `hidden_states` indices, as ours; tensors have the names that ours have. The target's embeddings are
 never part of it, an output embedding only where the draft vocabulary is pruned. A missing `sample_from_anchor` means
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -23,9 +23,9 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..common import IncompatibleError
-from ..heads import DFlash, DFlashConfig, Drafter, DSpark, DSparkConfig
+from ..heads import DFlash, DFlash2, DFlash2Config, DFlashConfig, Drafter, DSpark, DSparkConfig
 from ..targets import Target
-from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill
+from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking
 from .engine_logits import Layers, ProbeSequence, Weights, output_table
 from .llama import layer_sizes, llama_config, require_fields, shapes_of
 from .speculators import draft_ids, taps_lacking, vocabulary_maps, written_config
@@ -35,8 +35,12 @@ B = TypeVar("B", bound=DFlash)
 C = TypeVar("C", bound=DFlashConfig)
 CLASSES: dict[str, tuple[type[DFlash], type[DFlashConfig], str]] = {
     "dflash": (DFlash, DFlashConfig, "DFlashDraftModel"),
+    "dflash2": (DFlash2, DFlash2Config, "DFlash2DraftModel"),
     "dspark": (DSpark, DSparkConfig, "DSparkDraftModel"),
 }
+_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+# How names of our codebooks end, which the format has as tensors of no module.
+_CODEBOOK = "codebook.weight", "codebook"
 
 
 class BlockLayout(ExportLayout[B, C]):
@@ -62,13 +66,14 @@ class BlockLayout(ExportLayout[B, C]):
     def read(self, files: DrafterFiles, target: Target) -> B:
         config = self.settings(files.config, str(files.config_file), target.num_layers)
         drafter: Any = CLASSES[self.drafter][0](config)
-        weights = {name: tensor for name, tensor in files.tensors.items() if name not in self.beside}
+        ours = {their_name(name): name for name in drafter.state_dict()}
+        weights = {ours.get(name, name): t for name, t in files.tensors.items() if name not in self.beside}
         weights["token_ids"] = draft_ids(files.tensors, config.draft_vocab_size, config.vocab_size, files.folder)
         fill(drafter, weights, [], str(files.folder))
         return drafter
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return shapes_of(CLASSES[self.drafter][0], self.settings(config, "config.json", 0))
+        return shapes_of(CLASSES[self.drafter][0], self.settings(config, "config.json", 0), their_name)
 
     def settings(self, values: dict[str, Any], where: str, num_layers: int) -> DFlashConfig:
         """Return our config of theirs.
@@ -89,6 +94,7 @@ class BlockLayout(ExportLayout[B, C]):
             "window_from": "anchor" if flags.window else "slot",
             "mask_token_id": flags.mask,
             "target_layers": num_layers,
+            **flags.selector,
             **layer_sizes({k: v for k, v in plain.items() if v is not None}, where, problems),
         }
         settings["draft_vocab_size"] = int(values.get("draft_vocab_size") or settings["vocab_size"])
@@ -106,7 +112,7 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
     """Block drafters as the `speculators` package keeps them.
 
     Args:
-        drafter: dflash or dspark.
+        drafter: dflash, dflash2 or dspark.
         vllm: whether vLLM must be able to serve them.
     """
 
@@ -130,8 +136,10 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
             why = "layers that see all of the context see all of their block"
             nearest = f"causal: false{'' if self.vllm else ', or a sliding_window with it'}"
             lacks.append(Unsupported("causal: true", why, nearest))
-        if config.from_anchor and self.drafter == "dflash":
+        if config.from_anchor and self.drafter != "dspark":
             lacks.append(DRAFTS_FROM_ANCHOR)
+        if self.drafter == "dflash2":
+            lacks += pruned_lacking(config, "its selector knows all tokens")
         if isinstance(config, DSparkConfig) and not config.markov_rank:
             lacks.append(NO_MARKOV_HEAD)
         elif isinstance(config, DSparkConfig) and self.vllm and config.markov_head != "vanilla":
@@ -154,7 +162,7 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
             "sliding_window_non_causal": not config.causal,
         }
         values = written_config(drafter, target, depth, CLASSES[drafter.name][2], layer_config(config), fields)
-        return DrafterFiles(values | (head_fields(config) if isinstance(config, DSparkConfig) else {}), tensors)
+        return DrafterFiles(values | head_fields(config), tensors)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return config.get("speculators_model_type") == self.drafter
@@ -174,6 +182,7 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
             causal=sliding and not config.get("sliding_window_non_causal", False),
             window=int(layer["sliding_window"]) if sliding else None,
             markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
+            selector=selector_fields(config, where) if kind == "dflash2" else {},
         )
 
 
@@ -188,8 +197,13 @@ NO_MARKOV_HEAD = Unsupported(
 
 
 def own_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """Return the drafter's tensors without the ids of its vocabulary, which layouts write in another way."""
-    return {name: tensor for name, tensor in drafter.state_dict().items() if name != "token_ids"}
+    """Return the drafter's tensors by their names in files, without the ids of its vocabulary, which layouts write."""
+    return {their_name(name): tensor for name, tensor in drafter.state_dict().items() if name != "token_ids"}
+
+
+def their_name(name: str) -> str:
+    """Return the name of our tensor in files."""
+    return name.replace(*_CODEBOOK)
 
 
 def require_servable(drafter: DFlash, depth: int) -> None:
@@ -223,8 +237,18 @@ def layer_config(config: DFlashConfig) -> dict[str, Any]:
     }
 
 
-def head_fields(config: DSparkConfig) -> dict[str, Any]:
-    """Return the fields of DSpark's heads, which are the same in every layout."""
+def selector_fields(fields: Mapping[str, Any], where: str) -> dict[str, int]:
+    """Return the settings of DFlash2's convolutions and selector; raise BadInputError if one is missing."""
+    require_fields(dict(fields), _SELECTOR, where)
+    return {name: int(fields[name]) for name in _SELECTOR}
+
+
+def head_fields(config: DFlashConfig) -> dict[str, Any]:
+    """Return the fields of what DFlash2 and DSpark have beside DFlash, which are the same in every layout."""
+    if isinstance(config, DFlash2Config):
+        return {name: getattr(config, name) for name in _SELECTOR}
+    if not isinstance(config, DSparkConfig):
+        return {}
     return {
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head,
@@ -244,6 +268,7 @@ class BlockFlags:
     causal: bool  # a slot attends to the slots up to its own
     window: int | None  # of the context, counted back from the anchor; None for all of it
     markov: str | None = None  # the kind of a Markov head; None for none
+    selector: Mapping[str, int] = field(default_factory=dict)  # settings of DFlash2 beside DFlash's; {} without
 
 
 @torch.no_grad()
@@ -264,8 +289,11 @@ def block_logits(
         hidden = layers(f"layers.{index}.", context, hidden)
     states = weights.norm(hidden, "norm")[0 if flags.from_anchor else 1 :][: 1 + len(passage.drafts)]
     logits = weights.linear(states, "lm_head") if "lm_head.weight" in weights else passage.lm_head(states)
+    before = torch.cat([passage.tokens[-1:], passage.drafts])
     if flags.markov is not None:
-        logits = logits + _bias(weights, flags.markov, torch.cat([passage.tokens[-1:], passage.drafts]), states)
+        logits = logits + _bias(weights, flags.markov, before, states)
+    if flags.selector:
+        logits = _selected(weights, flags.selector["selector_top_k"], before, states, logits)
     return weights.over_target(logits, len(passage.table))
 
 
@@ -284,6 +312,8 @@ class _Blocks(Layers):
         """Return the output `[S, H]` of the layer whose names begin with `at`, for the context `[T, H]` and a block."""
         norm, grouped = self.weights.norm, self.heads > self.kv_heads
         entered = norm(hidden, f"{at}input_layernorm")
+        if f"{at}attention_conv.base_kernel" in self.weights:
+            entered = self._convolved(f"{at}attention_conv", 0, entered, entered)
         both = torch.cat([context, entered])
         q, k, v = (self.project(at, name, x) for name, x in (("q", entered), ("k", both), ("v", both)))
         q, k = (norm(x, f"{at}self_attn.{name}_norm") for name, x in (("q", q), ("k", k)))
@@ -291,6 +321,34 @@ class _Blocks(Layers):
         k, _ = apply_rotary_pos_emb(k, k, self.cos, self.sin)
         mixed = functional.scaled_dot_product_attention(q, k, v, self.visible, enable_gqa=grouped)
         return self.finish(at, mixed, hidden)
+
+    def finish(self, at: str, mixed: Tensor, residual: Tensor) -> Tensor:
+        if f"{at}mlp_conv.base_kernel" not in self.weights:
+            return super().finish(at, mixed, residual)
+        states = self.weights.norm(residual, f"{at}input_layernorm")
+        hidden = residual + self._convolved(f"{at}attention_conv", 1, states, self.attended(at, mixed))
+        states, conv = self.weights.norm(hidden, f"{at}post_attention_layernorm"), f"{at}mlp_conv"
+        return hidden + self._convolved(conv, 1, states, self.feed(at, self._convolved(conv, 0, states, states)))
+
+    def _convolved(self, name: str, side: int, states: Tensor, x: Tensor) -> Tensor:
+        """Return a block `x` `[S, H]`, each slot plus those before it, by DFlash2's kernels of `states` `[S, H]`."""
+        base = self.weights(f"{name}.base_kernel")[side]  # [taps, H]
+        delta = self.weights.linear(states, f"{name}.kernel_projection").view(len(x), 2, len(base), -1)[:, side]
+        kernels = base + delta.repeat_interleave(x.shape[-1] // delta.shape[-1], -1)  # [S, taps, H]
+        reads = [[kernels[i, t] * x[i - t] for t in range(min(len(base), i + 1))] for i in range(len(x))]
+        return torch.stack([torch.stack(terms).sum(0) for terms in reads])
+
+
+def _selected(weights: Weights, count: int, before: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+    """Return the scores of DFlash2's candidates after the tokens `before` `[k]`, `[k, V]`; −inf for all other tokens.
+
+    `count`: the candidates of each draft, the highest of `logits` `[k, V]`.
+    """
+    at = "candidate_selector."
+    best, candidates = logits.topk(count)
+    context = weights(f"{at}predecessor_codebook")[before] * weights.linear(states, f"{at}hidden_projection")
+    scores = torch.einsum("kr,kcr->kc", context, weights(f"{at}successor_codebook")[candidates])
+    return torch.full_like(logits, -torch.inf).scatter(1, candidates, best + scores)
 
 
 def _bias(weights: Weights, kind: str, before: Tensor, states: Tensor) -> Tensor:

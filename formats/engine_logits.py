@@ -162,10 +162,17 @@ class Layers:
     def finish(self, at: str, mixed: Tensor, residual: Tensor) -> Tensor:
         """Return the layer's output `[T, H]` of its attention's, `[1, A, T, D]`, and the residual `[T, H]`."""
         weights = self.weights
-        hidden = residual + weights.linear(mixed[0].transpose(0, 1).flatten(1), f"{at}self_attn.o_proj")
-        x = weights.norm(hidden, f"{at}post_attention_layernorm")
-        gate = functional.silu(weights.linear(x, f"{at}mlp.gate_proj"))
-        return hidden + weights.linear(gate * weights.linear(x, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
+        hidden = residual + self.attended(at, mixed)
+        return hidden + self.feed(at, weights.norm(hidden, f"{at}post_attention_layernorm"))
+
+    def attended(self, at: str, mixed: Tensor) -> Tensor:
+        """Return the output `[T, H]` of attention's result, `[1, A, T, D]`."""
+        return self.weights.linear(mixed[0].transpose(0, 1).flatten(1), f"{at}self_attn.o_proj")
+
+    def feed(self, at: str, x: Tensor) -> Tensor:
+        """Return the MLP's output for a normed input `[T, H]`, in its shape."""
+        gate, up = (self.weights.linear(x, f"{at}mlp.{name}_proj") for name in ("gate", "up"))
+        return self.weights.linear(functional.silu(gate) * up, f"{at}mlp.down_proj")
 
 
 def rotary_config(config: Mapping[str, Any], size: int) -> LlamaConfig:

@@ -35,11 +35,13 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
         "draft_model": Plain(),
         "mtp": NativeMtp(),
         "dflash": SpeculatorsBlocks("dflash", vllm=True),
+        "dflash2": SpeculatorsBlocks("dflash2", vllm=True),
         "dspark": SpeculatorsBlocks("dspark", vllm=True),
     },
     "speculators": {
         "eagle3": Speculators(),
         "dflash": SpeculatorsBlocks("dflash"),
+        "dflash2": SpeculatorsBlocks("dflash2"),
         "dspark": SpeculatorsBlocks("dspark"),
         "peagle": SpeculatorsPEagle(),
     },
@@ -48,10 +50,11 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
         "eagle1": EagleLayout("sglang"),
         "draft_model": Plain(),
         "mtp": NativeMtp(),
-        "dflash": ZLab(),
+        "dflash": ZLab("dflash"),
+        "dflash2": ZLab("dflash2"),
         "dspark": DeepSpec(),
     },
-    "z-lab": {"dflash": ZLab()},
+    "z-lab": {"dflash": ZLab("dflash"), "dflash2": ZLab("dflash2")},
     "deepspec": {"dspark": DeepSpec()},
     "hf": {"draft_model": Plain(), "self_speculative": EarlyExit()},
     "medusa": {"medusa": MedusaRepository()},
@@ -66,8 +69,10 @@ KNOWN: tuple[ExportLayout, ...] = (
     Speculators(),
     SpeculatorsPEagle(),
     SpeculatorsBlocks("dflash"),
+    SpeculatorsBlocks("dflash2"),
     SpeculatorsBlocks("dspark"),
-    ZLab(),
+    ZLab("dflash"),
+    ZLab("dflash2"),
     DeepSpec(),
     Sglang(),
     MedusaRepository(),
@@ -192,6 +197,7 @@ _SGLANG_ALGORITHMS = {
     "draft_model": "STANDALONE",
     "mtp": "NEXTN",
     "dflash": "DFLASH",
+    "dflash2": "DFLASH",
     "dspark": "DSPARK",
 }
 
@@ -207,7 +213,7 @@ def lora_words(adapter: Mapping[str, Any]) -> list[str]:
 
 
 def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str, rates: Sequence[float]) -> EngineLaunch:
-    method = "eagle" if drafter == "eagle1" else drafter
+    method = {"eagle1": "eagle", "dflash2": "dflash"}.get(drafter, drafter)
     settings: dict[str, Any] = {"method": method, "model": folder, "num_speculative_tokens": depth}
     if drafter == "mtp":  # the drafter is a part of the target's checkpoint
         target = str(settings.pop("model"))
@@ -228,7 +234,7 @@ def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> E
         "speculative-eagle-topk": 1,
         "speculative-num-draft-tokens": depth + 1,
     }
-    if drafter in ("dflash", "dspark"):  # one pass, one token at each place
+    if drafter in ("dflash", "dflash2", "dspark"):  # one pass, one token at each place
         del settings["speculative-num-steps"], settings["speculative-eagle-topk"]
     if drafter == "mtp":
         target = str(settings.pop("speculative-draft-model-path"))

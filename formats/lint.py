@@ -1,7 +1,7 @@
 """Lint: what is wrong or unusual in a drafter's files, and what an engine would do with it. Nothing is run.
 
 Each check takes a checkpoint and yields its findings. First come the checks of every layout, then those of EAGLE-3,
-then those of block drafters (DFlash, DSpark).
+then those of block drafters (DFlash, DFlash2, DSpark).
 
 Shapes: H hidden size, V target vocabulary, V' the draft vocabulary.
 """
@@ -411,7 +411,7 @@ def _raw_slots(view: CheckpointView) -> Findings:
     if None not in (inside, outside) and inside != outside:
         engine = "Engines read one or the other, and a block of another length gives other drafts."
         yield fault("block-size", f"block_size is {outside}, and {inside} in dflash_config.", engine)
-    if view.layout.drafter == "dflash" and "causal" not in own and "is_causal" not in own:
+    if view.layout.drafter != "dspark" and "causal" not in own and "is_causal" not in own:
         engine = "Engines take it from layer_types: causal where these are sliding_attention, else not."
         yield unusual("causal-missing", "dflash_config has no causal.", engine)
     if len({bool(c) for c in (own.get("causal"), config.get("is_causal")) if c is not None}) > 1:
@@ -433,7 +433,7 @@ def _speculators_slots(view: CheckpointView) -> Findings:
     if "sample_from_anchor" not in config:
         engine = "Missing, it is false for DFlash and true for DSpark, and false for both in llama.cpp."
         yield fault("layout-missing", "config.json has no sample_from_anchor.", engine)
-    elif kind == "dflash" and config["sample_from_anchor"]:
+    elif kind != "dspark" and config["sample_from_anchor"]:
         engine = "speculators warns that engines may not serve it: every draft is one late."
         yield fault("layout", "sample_from_anchor is true: DFlash's first slot would draft, too.", engine)
     layer = _part(view, "transformer_layer_config")
@@ -496,6 +496,7 @@ CHECKS = {
     "eagle3": _EAGLE3,
     "peagle": (*_EAGLE3, mask_token),
     "dflash": _BLOCKS,
+    "dflash2": _BLOCKS,
     "dspark": (*_BLOCKS, dspark_heads),
 }
 

@@ -1,4 +1,4 @@
-"""Block drafters as their own repositories keep them: DFlash of z-lab, DSpark of DeepSpec.
+"""Block drafters as their own repositories keep them: DFlash and DFlash2 of z-lab, DSpark of DeepSpec.
 
 Both are a flat Qwen3 config with a few more fields, and tensors under our names. Taps are counted as outputs of layers:
 layer i's output is HF `hidden_states[i + 1]`, and −1 stands for the embeddings. SGLang reads both; it drops tensors
@@ -18,6 +18,7 @@ from ..heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from ..targets import Target
 from .base_layout import DrafterFiles, Unsupported, pruned_lacking, with_prefix
 from .blocks import (
+    CLASSES,
     DRAFTS_FROM_ANCHOR,
     NO_MARKOV_HEAD,
     B,
@@ -28,6 +29,7 @@ from .blocks import (
     layer_config,
     own_tensors,
     require_servable,
+    selector_fields,
 )
 from .engine_logits import embedding_table, output_table
 from .llama import EMBEDDINGS, check_embeddings, require_fields, require_same_rows
@@ -65,10 +67,12 @@ class RawBlocks(BlockLayout[B, C]):
 
 
 class ZLab(RawBlocks[DFlash, DFlashConfig]):
-    """DFlash drafters as z-lab publishes them."""
+    """Drafters as z-lab publishes them: dflash, or dflash2."""
 
     name = "z-lab"
-    drafter = "dflash"
+
+    def __init__(self, drafter: str):
+        self.drafter = drafter
 
     def lacks(self, config: DFlashConfig, num_layers: int) -> list[Unsupported]:
         lacks = super().lacks(config, num_layers)
@@ -81,7 +85,7 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
     def write(self, drafter: DFlash, target: Target, depth: int) -> DrafterFiles:
         require_servable(drafter, depth)
         config = drafter.config
-        values = _flat(drafter, target, "DFlashDraftModel") | {
+        values = _flat(drafter, target, CLASSES[self.drafter][2]) | {
             # Engines guess a missing one from the kind of the layers, each in its own way. SGLang reads `is_causal`
             # beside the layers' sizes, vLLM `causal` within.
             "is_causal": config.causal,
@@ -89,12 +93,13 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
                 "mask_token_id": config.mask_token_id,
                 TAPS: [tap - 1 for tap in config.taps],
                 "causal": config.causal,
+                **head_fields(config),
             },
         }
         return DrafterFiles(values, own_tensors(drafter))
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
-        return "DFlashDraftModel" in _architectures(config)
+        return CLASSES[self.drafter][2] in _architectures(config)
 
     def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
         own = dict(config.get("dflash_config") or {})
@@ -113,6 +118,7 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
             from_anchor=bool(own.get("shift_label", False)),
             causal=bool(own.get("causal", own.get("is_causal", config.get("is_causal", False)))),
             window=None,
+            selector=selector_fields(own, where) if self.drafter == "dflash2" else {},
         )
 
 

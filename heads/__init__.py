@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import Drafter, DrafterLoss, TargetBatch
 from .block.dflash import DFlash, DFlashConfig
+from .block.dflash2 import DFlash2, DFlash2Config
 from .block.dspark import DSpark, DSparkConfig
 from .draft_model import DraftModel, DraftModelConfig
 from .eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
@@ -25,6 +26,7 @@ from .session import Abilities, ChainSession, Choose, Ended, NodeSession, NoDraf
 HEADS |= {
     "cascade": Cascade,
     "dflash": DFlash,
+    "dflash2": DFlash2,
     "draft_model": DraftModel,
     "dspark": DSpark,
     "eagle1": Eagle1,
@@ -48,6 +50,7 @@ __all__ += ["Abilities", "ChainSession", "Choose", "Ended", "NoDraftSession", "N
 __all__ += ["TextSession"]
 __all__ += ["Cascade", "Fusion", "Lookahead", "Ngram", "SelfSpeculative", "Suffix", "fuse"]
 __all__ += ["CascadeConfig", "FusionConfig", "LookaheadConfig", "NgramConfig", "SelfSpeculativeConfig", "SuffixConfig"]
-__all__ += ["DFlash", "DSpark", "DraftModel", "Eagle1", "Eagle3", "Hydra", "LowRank", "Medusa", "Mtp", "PEagle", "Pard"]
-__all__ += ["DFlashConfig", "DSparkConfig", "DraftModelConfig", "Eagle1Config", "Eagle3Config", "HydraConfig"]
-__all__ += ["LowRankConfig", "MedusaConfig", "MtpConfig", "PEagleConfig", "PardConfig"]
+__all__ += ["DFlash", "DFlash2", "DSpark", "DraftModel", "Eagle1", "Eagle3", "Hydra", "LowRank", "Medusa", "Mtp"]
+__all__ += ["PEagle", "Pard"]
+__all__ += ["DFlash2Config", "DFlashConfig", "DSparkConfig", "DraftModelConfig", "Eagle1Config", "Eagle3Config"]
+__all__ += ["HydraConfig", "LowRankConfig", "MedusaConfig", "MtpConfig", "PEagleConfig", "PardConfig"]

@@ -326,11 +326,19 @@ class FusedLayer:
             hidden: the residual that attention's output is added to, `[B, Q, H]`.
         """
         hidden = hidden + self.attention_output(mixed.transpose(1, 2).flatten(2))
-        x = normed(hidden, self.mlp_norm)
+        return hidden + self.feed(normed(hidden, self.mlp_norm))
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Return the MLP's output for a normed input `[B, Q, H]`, in its shape."""
         if self.gate_up is None:
-            return hidden + self.layer.mlp(x)
+            return self.layer.mlp(x)
         gate, up = self.gate_up(x).chunk(2, -1)
-        return hidden + self.mlp_output(nn.functional.silu(gate) * up)
+        return self.mlp_output(nn.functional.silu(gate) * up)
+
+
+def fused(layer: Any, config: Any, projection: InputProjection | None = None) -> FusedLayer:
+    """Return what computes a layer: the `fused_class` that it names, or `FusedLayer`."""
+    return getattr(layer, "fused_class", FusedLayer)(layer, config, projection=projection)
 
 
 class UnrolledLayers:
@@ -394,8 +402,8 @@ class CachedLayers:
         projection: InputProjection | None = None,
     ):
         first, *others = layers
-        self.layers = [FusedLayer(first, config, projection=projection)]
-        self.layers += [FusedLayer(layer, config) for layer in others]
+        self.layers = [fused(first, config, projection)]
+        self.layers += [fused(layer, config) for layer in others]
         self.windows, self.projection = windows or [0] * len(layers), projection
         self.versions = weight_versions(_read(layers, projection))
         self._look_up(rotary, max_length)

@@ -225,6 +225,17 @@ class TargetDistribution:
         probs, logits = probs.index_select(-1, kept), logits.index_select(-1, kept)
         return cls(probs, logits, place[best], None if following is None else place[following], True)
 
+    def at(self, candidates: Tensor) -> TargetDistribution:
+        """Return the target on a few symbols of the drafter's vocabulary, others at each position: `[P, C]`."""
+
+        def place(symbols: Tensor) -> Tensor:
+            found = candidates == symbols[:, None]
+            return torch.where(found.any(-1), found.int().argmax(-1), -1)
+
+        probs, logits = (x.gather(-1, candidates) for x in (self.probs, self.logits))
+        following = None if self.following is None else place(self.following)
+        return TargetDistribution(probs, logits, place(self.best), following, True)
+
 
 def own_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast: mixed precision is for the drafter. (The meta device has none.)"""

@@ -21,7 +21,8 @@ from .base import Drafter, HeadDrafter
 from .draft_model import DraftModel
 from .mtp_checkpoint import layer_values
 
-_KINDS: Final = ("dflash", "dspark", "eagle1", "eagle3", "hydra", "medusa", "mtp", "peagle", "self_speculative")
+_BLOCKS: Final = ("dflash", "dflash2", "dspark")
+_KINDS: Final = (*_BLOCKS, "eagle1", "eagle3", "hydra", "medusa", "mtp", "peagle", "self_speculative")
 _NORMED = 2.0**-6  # of the constant channel where a norm has made it larger
 _FED_BACK = 2.0**-4  # of the constant channel in a final norm whose output is read again
 
@@ -123,6 +124,12 @@ class _GrownHead:
         """Return the grown weight of that name."""
         path, weights = name.split("."), self.weights
         module, is_bias = path[-2] if len(path) > 1 else name, path[-1] == "bias"
+        if path[-1] == "base_kernel":
+            return weights.vector(shape, self.old[name])
+        if module == "kernel_projection":
+            residual, kernels = self.target.residual, 2 * self.config.conv_kernel_size
+            groups = residual.divided(self.config.conv_group_size).repeated(kernels)
+            return weights.matrix(shape, groups, residual, self.old[name])
         if "layers" in path:
             before = name[: name.index("layers.")] + f"layers.{path[path.index('layers') + 1]}."
             layer = {n.removeprefix(before): w for n, w in self.old.items() if n.startswith(before)}
@@ -160,8 +167,11 @@ class _GrownHead:
             return half.repeated(2), residual
         if path[-2] == "down":
             return residual, Axis.first(old.shape[1], shape[1])
-        rank = Axis.first(*[getattr(self.config, "markov_rank", 0)] * 2)
+        rank = Axis.first(*[getattr(self.config, "selector_rank", getattr(self.config, "markov_rank", 0))] * 2)
         columns = {
+            "predecessor_codebook": [rank],
+            "successor_codebook": [rank],
+            "hidden_projection": [residual],
             "markov_w1": [rank],
             "markov_w2": [rank],
             "gate_proj": [residual, rank],

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Self, cast
 
@@ -127,6 +127,10 @@ class Axis:
     def repeated(self, times: int) -> Axis:
         """Return the axis of such spaces, `times` in a row."""
         return Axis.joined(*[self] * times)
+
+    def divided(self, size: int) -> Axis:
+        """Return the axis of groups of `size` entries, which stand together in both spaces."""
+        return replace(Axis.of(self.size // size, self.places[::size] // size), copies=self.copies[:, ::size] // size)
 
     @property
     def written(self) -> list[Tensor]:

@@ -22,13 +22,13 @@ from ...targets import Nodes, RaggedCache
 from ..decoder_layer import (
     Attention,
     CachedLayers,
-    FusedLayer,
     FusedLinear,
     Layer,
     LayerConfig,
     Rotary,
     angles,
     apply_rotary,
+    fused,
     norm_of,
     normed,
 )
@@ -97,7 +97,7 @@ class TrainedBlocks:
     """The layers in one training step, over all blocks of each row."""
 
     def __init__(self, layers: Sequence[Layer], config: LayerConfig, rotary: nn.Module, mask: BlockMask):
-        self.layers = [FusedLayer(layer, config) for layer in layers]
+        self.layers = [fused(layer, config) for layer in layers]
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.rotary, self.mask = rotary, mask
 

@@ -242,6 +242,15 @@ class BlockLearning:
         """Return draft logits `[a · k, V']` of a part of `states`, `[a, k, ·]`."""
         return self.batch.target.lm_head(states.flatten(0, 1), self.drafter.output_ids)
 
+    def selected(
+        self, states: Tensor, logits: Tensor, reference: TargetDistribution
+    ) -> tuple[Tensor, TargetDistribution] | None:
+        """Return the logits by which drafts are chosen of a few candidates, `[a · k, C]`, and the target on those.
+
+        None where drafts are drawn from `logits` `[a · k, V']` themselves.
+        """
+        return None
+
     def aux_loss(self, states: Tensor, alpha: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
         """Return a loss beside the divergence, `[a · k]`, and figures of it; None for none.
 
@@ -252,7 +261,7 @@ class BlockLearning:
         return None
 
     def output_weights(self) -> list[nn.Parameter]:
-        """Return the weights that `logits` and `aux_loss` train."""
+        """Return the weights that `logits`, `selected` and `aux_loss` train."""
         return []
 
     def loss(self, states: Tensor, chunk: int = 512) -> DrafterLoss:
@@ -282,9 +291,12 @@ class BlockLearning:
         config = self.drafter.config
         with torch.no_grad(), own_precision(hidden.device):
             reference = self._reference(part)
-        logits = self.logits(hidden)
-        loss, alpha, top1 = compare(reference, logits, divergence(config.loss))
-        weights = fixed
+        logits, rule, weights = self.logits(hidden), divergence(config.loss), fixed
+        loss, alpha, top1 = compare(reference, logits, rule)
+        if (selected := self.selected(hidden, logits, reference)) is not None:
+            logits, reference = selected
+            chosen, alpha, top1 = compare(reference, logits, rule)
+            loss = loss + chosen
         if config.weighting != "decay":
             assert reference.following is not None
             right = probability(logits.detach(), reference.following) if config.weighting == "dpace" else alpha
@@ -328,3 +340,20 @@ class BlockLearning:
         for j, here in enumerate(counts):
             metrics |= {f"{name}_d{j + 1}": (values[:, j][here].sum(), here.sum()) for name, values in figures.items()}
         return metrics | acceptance_metrics(list(alpha), list(counts))
+
+
+@dataclass
+class FollowingLearning(BlockLearning):
+    """The comparison of drafts that depend on the token before each: on a code of it, `drafter.code`."""
+
+    drafter: Any
+
+    def states(self, states: Tensor) -> Tensor:
+        # The codes stand beside the states: so their gradients are rows, not whole matrices for every part.
+        codes = self.drafter.code(self.targets.before_tokens(self.batch.tokens))
+        return torch.cat([states, codes.to(states.dtype)], -1)
+
+    def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return states `[..., H]` and codes `[..., r]`, which stand side by side."""
+        size = self.drafter.config.hidden_size
+        return states[..., :size], states[..., size:]

@@ -12,6 +12,7 @@ V' draft vocabulary.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -123,6 +124,7 @@ class DFlash(LayerDrafter[C]):
     packs = True
     follows_rounds = True
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
+    layer_class: ClassVar[type[BlockLayer]] = BlockLayer
     cached_class: ClassVar[type[CachedBlocks]] = CachedBlocks
     learning_class: ClassVar[type[BlockLearning]] = BlockLearning
 
@@ -130,7 +132,7 @@ class DFlash(LayerDrafter[C]):
         super().__init__(config)
         self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = norm_of(config)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_layers))
         self.norm = norm_of(config)
         self.mask = nn.Parameter(torch.zeros(config.hidden_size)) if config.mask_token_id is None else None
         self.rotary = rotary_of(config)
@@ -256,3 +258,33 @@ class BlockSession(NodeSession):
     def reset(self) -> None:
         super().reset()
         self.drafts.logits = None
+
+
+class FollowingSession(BlockSession):
+    """A session whose drafts depend on the token before each of them."""
+
+    def prefill(self, root: Tensor) -> Tensor:
+        states = self.draft(root)
+        logits = self.head(states)
+        self.drafts.start(logits)
+        self.begin(states, logits)
+        return self.following(root[:, None], torch.zeros_like(root)[:, None], None)[:, 0]
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        required(self.drafts.logits, "decode: a round begins with the root; call prefill.")
+        if parents is None:
+            depths = torch.full_like(tokens, self.drafts.descend())
+        else:
+            depths = self.drafts.place(parents).clamp(max=self.drafts.deepest - 1)
+        return self.following(tokens, depths, parents)
+
+    @abstractmethod
+    def begin(self, states: Tensor, logits: Tensor) -> None:
+        """Begin a round with its drafts' states `[B, k, H]` and logits `[B, k, V']`, before any of them is drawn."""
+
+    @abstractmethod
+    def following(self, tokens: Tensor, depths: Tensor, parents: Tensor | None) -> Tensor:
+        """Return logits `[B, W, V']` of the drafts after `tokens` `[B, W]`, which stand at `depths` `[B, W]`.
+
+        `parents`: as `decode` has them; None of the root, too.
+        """

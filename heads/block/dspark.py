@@ -22,8 +22,8 @@ from ...targets import RaggedCache, Target
 from ..divergences import LossName
 from ..session import Abilities, required, take_positions
 from .block_layers import CachedBlocks
-from .block_losses import BlockLearning
-from .dflash import BlockSession, DFlash, DFlashConfig
+from .block_losses import FollowingLearning
+from .dflash import DFlash, DFlashConfig, FollowingSession
 
 
 class MarkovHead(nn.Module):
@@ -134,36 +134,26 @@ class DSparkConfig(DFlashConfig):
 
 
 @dataclass
-class MarkovLearning(BlockLearning):
+class MarkovLearning(FollowingLearning):
     """The comparison of corrected logits with the target, and of confidences with Σ min(p, q)."""
 
     drafter: DSpark
 
-    def states(self, states: Tensor) -> Tensor:
-        # The codes stand beside the states: so their gradients are rows, not whole matrices for every part.
-        codes = self.drafter.code(self.targets.before_tokens(self.batch.tokens))
-        return torch.cat([states, codes.to(states.dtype)], -1)
-
     def logits(self, states: Tensor) -> Tensor:
-        hidden, codes = self._split(states)
+        hidden, codes = self.split(states)
         logits, head = super().logits(hidden), self.drafter.markov_head
         return logits if head is None else logits + head.bias(head.along(codes, hidden)).flatten(0, 1)
 
     def aux_loss(self, states: Tensor, alpha: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
         if (head := self.drafter.confidence_head) is None:
             return None
-        odds = head(*self._split(states)).flatten().float()
+        odds = head(*self.split(states)).flatten().float()
         missed = nn.functional.binary_cross_entropy_with_logits(odds, alpha, reduction="none")
         return self.drafter.config.confidence_weight * missed, {"confidence": odds.detach().sigmoid()}
 
     def output_weights(self) -> list[nn.Parameter]:
         heads = [head for head in (self.drafter.markov_head, self.drafter.confidence_head) if head is not None]
         return [p for head in heads for name, p in head.named_parameters() if name != "markov_w1.weight"]
-
-    def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states `[..., H]` and codes `[..., r]`, which stand side by side."""
-        size = self.drafter.config.hidden_size
-        return states[..., :size], states[..., size:]
 
 
 class DSpark(DFlash[DSparkConfig]):
@@ -189,48 +179,31 @@ class DSpark(DFlash[DSparkConfig]):
     def abilities(self) -> Abilities:
         return replace(super().abilities, confident=self.confidence_head is not None)
 
-    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
+    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> MarkovSession:
         return MarkovSession(self, target, cache, layers)
 
 
-class MarkovSession(BlockSession):
+class MarkovSession(FollowingSession):
     """A session that corrects each draft's logits by the token before it."""
 
     drafter: DSpark
+    states: Tensor  # of the drafts of this round, `[B, k, H]`
+    plain: Tensor  # their logits before they are corrected, `[B, k, V']`
+    memory: Tensor  # of the Markov head before the root, after it, and after each node that was read, `[B, 2 + n, r]`
+    last: tuple[Tensor, Tensor] | None = None  # of a chain's next draft: states `[B, H]`, codes `[B, r]`
 
-    def __init__(self, drafter: DSpark, target: Target, cache: RaggedCache, layers: CachedBlocks):
-        super().__init__(drafter, target, cache, layers)
-        self.states: Tensor | None = None  # of the drafts of this round, `[B, k, H]`; None before `prefill`
-        self.memory = torch.zeros(0)  # of the Markov head after the root and each node that was read, `[B, 1 + n, r]`
-        self.last: tuple[Tensor, Tensor] | None = None  # of a chain's next draft: states `[B, H]`, codes `[B, r]`
+    def begin(self, states: Tensor, logits: Tensor) -> None:
+        self.states, self.plain = states, logits
+        self.memory = states.new_zeros(len(states), 1, self.drafter.config.markov_rank)
 
-    def prefill(self, root: Tensor) -> Tensor:
-        self.states = self.draft(root)
-        self.drafts.start(self.head(self.states))
-        self.memory = self.states.new_zeros(len(root), 0, max(1, self.drafter.config.markov_rank))
-        return self._corrected(root[:, None], torch.zeros_like(root[:, None]), None)[:, 0]
-
-    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        if parents is None:
-            depths = torch.full_like(tokens, self.drafts.descend())
-            return self._corrected(tokens, depths, self.memory[:, -1:])
-        depths = self.drafts.place(parents).clamp(max=self.drafts.deepest - 1)
-        return self._corrected(tokens, depths, take_positions(self.memory, parents + 1))
-
-    def _corrected(self, tokens: Tensor, depths: Tensor, memory: Tensor | None) -> Tensor:
-        """Return logits `[B, W, V']` of the drafts after `tokens` `[B, W]`, which stand at `depths` `[B, W]`.
-
-        `memory`: after the tokens' parents, `[B, W, r]`; None before the root.
-        """
-        logits = required(self.drafts.logits, "decode: a round begins with the root; call prefill.")
-        states = required(self.states, "decode: a round begins with the root; call prefill.")
-        head, hidden = self.drafter.markov_head, take_positions(states, depths)
+    def following(self, tokens: Tensor, depths: Tensor, parents: Tensor | None) -> Tensor:
+        head, hidden, plain = self.drafter.markov_head, *(take_positions(x, depths) for x in (self.states, self.plain))
         code = self.drafter.code(tokens)
         self.last = hidden[:, -1], code[:, -1]
-        plain = take_positions(logits, depths)
         if head is None:
             return plain
-        reading, after = head.read(code, hidden, head.start(hidden) if memory is None else memory)
+        memory = self.memory[:, -1:] if parents is None else take_positions(self.memory, parents + 2)
+        reading, after = head.read(code, hidden, memory)
         self.memory = torch.cat([self.memory, after], 1)
         return plain + head.bias(reading)
 

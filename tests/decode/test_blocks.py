@@ -7,7 +7,7 @@ since the laws are of distributions that are known as fractions.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 
@@ -27,7 +27,7 @@ from outrider.decode.drafting import (
 from outrider.decode.rule_table import RULES
 from outrider.decode.rules import block, rejection
 from outrider.decode.sampling import Keys
-from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
+from outrider.heads import DFlash, DFlash2, DFlash2Config, DFlashConfig, DSpark, DSparkConfig
 from outrider.targets import Target
 
 from .conftest import random_prompts
@@ -91,6 +91,17 @@ def markov_session(target: Target, kind: str = "vanilla"):
     session = drafter.open(target, 1, 40)
     first = [a / b for a, b in zip(INIT, ROWS[0], strict=True)]  # what the root's row is corrected by
     session.draft = lambda root: states_of([first, [Fraction(1)] * 3, [Fraction(1)] * 3]).expand(len(root), -1, -1)
+    return session
+
+
+def selecting_session(target: Target, top_k: int):
+    """A selector of random codebooks over the marginals."""
+    config = DFlash2Config(num_layers=1, block_size=4, mask_token_id=1, taps=(1,), conv_group_size=4, selector_rank=3)
+    torch.manual_seed(5)
+    drafter = DFlash2.build(replace(config, selector_top_k=top_k), target)
+    torch.nn.init.normal_(drafter.candidate_selector.successor_codebook.weight)
+    session = drafter.open(target, 1, 40)
+    session.draft = lambda root: states_of(MARGINALS).expand(len(root), -1, -1)
     return session
 
 
@@ -161,6 +172,27 @@ def test_drafts_of_any_markov_head_are_lossless(target, rule, kind):
     first, second = drafted_rows(session, (0, 0, 0)), drafted_rows(session, (1, 2, 0))
     assert not torch.allclose(first[1:], second[1:]), "the head has an effect"
     assert bias(on_chain(rule), drafted(session), TARGET) < EXACT
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@RULES_FOR_CHAINS
+def test_drafts_that_a_selector_chooses_are_lossless(target, rule, top_k):
+    """Of two candidates each, 8 of the 27 chains can be drafted; which of the two depends on the draft before."""
+    trees = drafted(selecting_session(target, top_k))
+    assert len(trees.tokens) == top_k**3
+    if top_k > 1:
+        first, second = (drafted_rows(selecting_session(target, top_k), path)[1] for path in ((0, 0), (2, 0)))
+        assert not torch.allclose(first, second), "the selector has an effect"
+    assert bias(on_chain(rule), trees, TARGET) < EXACT
+
+
+def test_a_tree_of_a_selector_has_the_chains_conditionals(target):
+    """Two candidates after each of the three best nodes of a level, and no other token, however many are asked for."""
+    session = selecting_session(target, 2)
+    nodes = grown(session, 20)
+    assert len(nodes) == 2 + 4 + 6
+    for path in nodes:
+        assert all(row[token] > 0 for row, token in zip(drafted_rows(session, path), path, strict=True))
 
 
 @pytest.mark.parametrize(

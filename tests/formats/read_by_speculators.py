@@ -4,7 +4,8 @@ python read_by_speculators.py KIND FOLDER INPUTS OUT STEPS
 
 Of an EAGLE-3 head (eagle3) the logits of each step, or what its training gives (eagle3-gradient): the gradient of each
 parameter. Of a P-EAGLE head (peagle) the logits of all depths of all places, without dropping any, with the place and
-depth of each.
+depth of each. Of a DFlash2 drafter (dflash2) the candidates of all slots of blocks at all places, and their scores
+after the tokens of the text.
 """
 
 import sys
@@ -70,6 +71,21 @@ def peagle(folder: str, given: dict, steps: int) -> dict:
     return found
 
 
+def dflash2(folder: str, given: dict, steps: int) -> dict:
+    from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
+
+    head, tokens = load(DFlash2DraftModel, DFlash2SpeculatorConfig, folder), given["tokens"]
+    every, texts = torch.ones_like(tokens), torch.zeros_like(tokens)
+    every[:, 0] = 0
+    blocks = tokens.shape[1] - 1 - head.block_size
+    hidden, logits, *_, places = head._backbone_forward(
+        given["hidden"], tokens, every, given["last"], texts, max_anchors=blocks
+    )
+    before = head._predecessor_ids(tokens, places).reshape(1, -1)
+    candidates, scores = head.candidate_selector.select(logits, hidden, before)
+    return {"candidates": candidates[0], "scores": scores[0], "anchors": places[:: head.block_size]}
+
+
 def load(model: type, config_class: type, folder: str):
     config = config_class.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
@@ -78,7 +94,7 @@ def load(model: type, config_class: type, folder: str):
 
 @torch.no_grad()
 def main(kind: str, folder: str, inputs: str, out: str, steps: str) -> None:
-    kinds = {"eagle3": eagle3, "eagle3-gradient": eagle3_gradient, "peagle": peagle}
+    kinds = {"eagle3": eagle3, "eagle3-gradient": eagle3_gradient, "peagle": peagle, "dflash2": dflash2}
     found = kinds[kind](folder, load_file(inputs), int(steps))
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)
 

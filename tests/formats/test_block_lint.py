@@ -38,6 +38,7 @@ def found_in(folder: Path, target: Target) -> set[str]:
 
 
 WRITTEN = [("speculators", "dflash"), ("speculators", "dspark"), ("z-lab", "dflash"), ("deepspec", "dspark")]
+WRITTEN += [("speculators", "dflash2"), ("z-lab", "dflash2")]
 
 
 @pytest.mark.parametrize(("to", "kind"), WRITTEN)
@@ -86,6 +87,9 @@ FAULTS: list[tuple[str, str, str, Callable[[Config], Any], str]] = [
     ("a window", "z-lab", "dflash", put(OWN, use_swa=True), "window"),
     ("one layer with a window", "speculators", "dflash", put(LAYER, layer_types=MIXED), "mixed-layers"),
     ("fewer drafts than a block", "speculators", "dflash", fewer_drafts, "block-depth"),
+    ("layout of DFlash2", "speculators", "dflash2", put(sample_from_anchor=True), "layout"),
+    ("causal missing in DFlash2", "z-lab", "dflash2", lambda c: c[OWN].pop("causal"), "causal-missing"),
+    ("DFlash2's class in DFlash", "speculators", "dflash", put(architectures=["DFlash2DraftModel"]), "architecture"),
     ("DSpark as DFlash", "z-lab", "dflash", put(OWN, projector_type="dspark"), "projector"),
     ("vLLM's other class", "deepspec", "dspark", put(architectures=["DSparkDraftModel"]), "architecture"),
     ("the config's class", "speculators", "dspark", put(architectures=["DSparkSpeculator"]), "architecture"),
@@ -123,6 +127,7 @@ def test_other_names_of_the_same_tensors_are_read(deep, make_drafter, tmp_path):
     ("plant", "said"),
     [
         (put(OWN, projector_type="dspark"), "no plain DFlash drafter"),
+        (put(architectures=["DFlash2DraftModel"]), "conv_kernel_size is missing"),
         (put(OWN, use_swa=True), "see a sliding window"),
         (put(partial_rotary_factor=0.5), "a part of each head"),
         (put("rope_parameters", partial_rotary_factor=0.5), "a part of each head"),

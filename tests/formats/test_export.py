@@ -54,6 +54,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"draft_vocab_size": 0, "causal": True},
         {"draft_vocab_size": 0, "taps": [1, 2, 4, 5], "num_layers": 1},
     ],
+    "dflash2": [
+        {},
+        {"causal": True, "conv_kernel_size": 3, "selector_top_k": 5},
+        {"sliding_window": 6, "window_from": "anchor", "causal": True, "conv_group_size": 32},
+        {"draft_vocab_size": 100},
+        {"from_anchor": True, "block_size": 3},
+    ],
     "dspark": [{}, {"markov_head": "gated"}, {"markov_head": "rnn"}, {"from_anchor": False, "block_size": 4}]
     + [{"draft_vocab_size": 0, "markov_head": head} for head in ("vanilla", "gated", "rnn")]
     + [{"draft_vocab_size": 0, "confidence": False}, {"draft_vocab_size": 0, "taps": [0, 3]}],

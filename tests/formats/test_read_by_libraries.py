@@ -18,7 +18,7 @@ from outrider.formats import export_drafter
 from outrider.formats.draft_models import read_gguf, write_gguf
 from outrider.heads import Drafter, Eagle3, PEagle, TargetBatch
 from outrider.heads.parallel.parallel_drafts import Rollouts
-from outrider.targets import Target
+from outrider.targets import RowLengths, Target
 
 STEPS, LENGTH = 3, 16
 SPECULATORS = os.environ.get("OUTRIDER_SPECULATORS_PYTHON")
@@ -157,3 +157,34 @@ def test_speculators_computes_our_logits_from_an_exported_peagle(target, make_dr
     every = zip(places, depths, strict=True)
     entries = [place if not depth else LENGTH + masks.index((place, depth)) for place, depth in every]
     torch.testing.assert_close(theirs["logits"], ours[entries], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.served
+@needs_speculators
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"conv_kernel_size": 3, "num_layers": 1, "selector_top_k": 7},
+        {"sliding_window": 6, "window_from": "anchor", "causal": True},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_speculators_chooses_our_candidates_of_an_exported_dflash2(target, make_drafter, tmp_path, settings):
+    """The same ones with the same scores, in its training pass and our rounds, after every place; fp32."""
+    drafter = make_drafter("dflash2", **settings)
+    tokens = torch.randint(target.vocab_size - 1, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    seen = target.forward(tokens, taps=drafter.taps)
+    theirs = speculators(drafter, target, tmp_path, hidden=seen.hidden.flatten(2), tokens=tokens, last=seen.last)
+    slots, worst = drafter.config.block_size, 0.0
+    for block, place in enumerate(theirs["anchors"].tolist()):
+        session = drafter.open(target, 1, LENGTH)
+        session.update(tokens[:, :place], seen.hidden[:, :place], RowLengths.of([place], "cpu"))
+        logits = [session.prefill(tokens[:, place])]
+        logits += [session.decode(tokens[:, place + j : place + j + 1])[:, 0] for j in range(1, slots - 1)]
+        for slot, ours in enumerate(logits, 1):
+            ids, scores = (theirs[name][block * slots + slot] for name in ("candidates", "scores"))
+            assert sorted(ids.tolist()) == ours[0].isfinite().nonzero()[:, 0].tolist()
+            worst = max(worst, float((ours[0, ids] - scores).abs().max()))
+    assert worst < 1e-5

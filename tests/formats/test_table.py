@@ -38,6 +38,13 @@ UNUSUAL = {
         {"sliding_window": 8},
         {"sliding_window": 8, "window_from": "anchor", "causal": True},
     ],
+    "dflash2": [
+        {"draft_vocab_size": 100},
+        {"causal": True},
+        {"from_anchor": True},
+        {"sliding_window": 8},
+        {"conv_kernel_size": 3, "selector_top_k": 8},
+    ],
     "dspark": [{"draft_vocab_size": 100}, {"markov_head": "gated"}, {"markov_rank": 0}, {"from_anchor": False}],
     "draft_model": [],
 }

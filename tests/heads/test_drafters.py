@@ -45,7 +45,7 @@ def model(llama: Callable) -> DraftModel:
     return DraftModel(llama(layers=2, seed=1))
 
 
-BEGIN_AT_ZERO = ("dspark", "medusa", "hydra", "self_speculative")
+BEGIN_AT_ZERO = ("dflash2", "dspark", "medusa", "hydra", "self_speculative")
 
 
 def built(name: str, **settings: Any) -> Maker:
@@ -55,7 +55,7 @@ def built(name: str, **settings: Any) -> Maker:
         counts = torch.arange(64) if "draft_vocab_size" in settings else None
         drafter = HEADS[name].build(HEADS[name].config_class(**settings), target, counts)
         for whole_name, weight in drafter.named_parameters() if name in BEGIN_AT_ZERO else ():
-            if any(part in whole_name for part in ("linear", "down", "markov_w2")):
+            if any(part in whole_name for part in ("linear", "down", "markov_w2", "conv", "successor")):
                 torch.nn.init.normal_(weight, std=0.2)
         return drafter
 
@@ -65,6 +65,7 @@ def built(name: str, **settings: Any) -> Maker:
 WINDOW = {"sliding_window": 6, "causal": True, "from_anchor": True, "block_size": 4, "mask_token_id": 63}
 PRUNED = {"draft_vocab_size": 20}
 TWO = {"num_layers": 2}
+SELECTS = {"num_layers": 1, "conv_group_size": 4, "selector_rank": 8, "selector_top_k": 56}
 NORMED = {"norm_output": True, "norm_before_fc": True, "norm_before_residual": True}
 SHALLOW = CascadeConfig(vertical=False, model_depth=2)
 MAKERS: dict[str, Maker] = {
@@ -74,6 +75,8 @@ MAKERS: dict[str, Maker] = {
     "dflash": built("dflash", **TWO),
     "dflash causal": built("dflash", num_layers=1, weighting="dpace", **WINDOW),
     "dflash pruned": built("dflash", num_layers=1, taps=(0, 6), sliding_window=8, window_from="anchor", **PRUNED),
+    "dflash2": built("dflash2", **SELECTS),
+    "dflash2 pruned": built("dflash2", causal=True, from_anchor=True, conv_kernel_size=3, **SELECTS, **PRUNED),
     "draft_model": lambda target, llama: model(llama),
     "dspark": built("dspark", num_layers=1, markov_rank=8),
     "dspark rnn": built("dspark", num_layers=1, markov_rank=8, markov_head="rnn", causal=True, **PRUNED),
@@ -104,7 +107,7 @@ MAKERS: dict[str, Maker] = {
 # A fusion's and a cascade's weights are their model's, in a folder below their own: they are not `trainable`.
 WITH_WEIGHTS = [name for name in MAKERS if HEADS[name.split()[0]].trainable]
 # Further rows of block drafters: their layers, caches and sessions are those of the first rows, in other settings.
-SLOW = ("dflash causal", "dflash pruned", "dspark rnn", "peagle pruned")
+SLOW = ("dflash causal", "dflash pruned", "dflash2 pruned", "dspark rnn", "peagle pruned")
 KNOWN = ", ".join(sorted(HEADS))
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 
@@ -115,7 +118,7 @@ UNEVEN_LAYERS = ["sliding_attention"] * 3 + ["full_attention"]
 MASKED: dict[str, Any] = {"mask_token_id": 63}
 ON_UNEVEN: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("eagle1", "eagle3", "hydra", "medusa", "mtp")},
-    **dict.fromkeys(("dflash", "dspark", "peagle"), MASKED),
+    **dict.fromkeys(("dflash", "dflash2", "dspark", "peagle"), MASKED),
     "self_speculative": {"exit_layer": 2},
     "draft_model": {"model": {"num_hidden_layers": 2}},
     "draft_model pruned": {"init": "prune", "model": {"num_hidden_layers": 3}},
@@ -518,6 +521,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"weighting": "even"}, "weighting must be one of decay, dpace, overlap"),
         ({"num_anchors": 0}, "num_anchors must be at least 1"),
         *(HIDDEN, MASK, COUNTS),
+    ],
+    "dflash2": [
+        ({"selector_top_k": 0}, "selector_top_k must be at least 1, got 0"),
+        ({"conv_kernel_size": 9}, "conv_kernel_size 9 is longer than a block of 8"),
+        ({"conv_group_size": 5}, "conv_group_size 5 does not divide the hidden size 32"),
     ],
     "dspark": [
         ({"markov_head": "lstm"}, "markov_head must be one of vanilla, gated, rnn"),

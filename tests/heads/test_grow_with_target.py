@@ -54,6 +54,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "mtp, hidden first": {"hidden_first": True},
     "dflash": {},
     "dflash, pruned": {"draft_vocab_size": 20},
+    "dflash2": {"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 64},
     "dspark": {},
     "dspark, gated": {"markov_head": "gated"},
     "dspark, rnn": {"markov_head": "rnn"},

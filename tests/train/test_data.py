@@ -147,6 +147,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra": {"type": "hydra", "num_heads": 3},
     "dflash": DFLASH,
     "dflash with a window": {**DFLASH, "sliding_window": 6, "causal": True, "weighting": "dpace"},
+    "dflash2": {**DFLASH, "type": "dflash2", "selector_rank": 8},
     "dspark": {**DFLASH, "type": "dspark", "from_anchor": True},
     "draft_model": {"type": "draft_model", "model": {"num_hidden_layers": 1}},
     "mtp": {"type": "mtp", "steps": 3, "draft_vocab_size": 96, "loss": "soft_ce"},

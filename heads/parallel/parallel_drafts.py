@@ -290,12 +290,14 @@ class RolledDrafts:
         rows, places, entries, depths = (torch.cat(pair) for pair in parts)
         return cls(rows, places, entries, depths, usual)
 
-    def weights(self, wanted: Tensor, decay: float, served: Served | None = None) -> Tensor:
+    def weights(self, wanted: Tensor, decay: float, served: Served | None = None, begins: int = 0) -> Tensor:
         """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`.
 
-        `served`: what rounds reached, to which a share of that moves.
+        Args:
+            served: what rounds reached, to which a share of that moves.
+            begins: drafts above this depth weigh nothing.
         """
-        weights = decay ** self.depths.float()
+        weights = decay ** self.depths.float() * (self.depths >= begins)
         whole = self._per_row(weights, wanted)
         if served is None:
             return whole
@@ -331,6 +333,7 @@ def rollout_loss(
     roll: Callable[[TargetBatch, Rollouts], Tensor],
     head: Head,
     parameters: Sequence[Tensor],
+    begins: int = 0,
 ) -> DrafterLoss:
     """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn.
 
@@ -339,6 +342,7 @@ def rollout_loss(
         roll: returns states `[B, T + E, H]`, of texts `[B, T]` and of the masks after them.
         head: makes draft logits of states.
         parameters: what `head` trains.
+        begins: the depth of the first drafts that weigh anything; 0 is the text's own entry.
     """
 
     def of_texts(batch: TargetBatch) -> DrafterLoss:  # rows that hold one text each
@@ -351,7 +355,7 @@ def rollout_loss(
         )
         output = roll(batch, rollouts)  # [B, T + E, H]
         drafts = RolledDrafts.of(learned, rollouts)
-        weights = drafts.weights(wanted, config.decay, served)  # [P]
+        weights = drafts.weights(wanted, config.decay, served, begins)  # [P]
         rows, places, drafted = drafts.rows, drafts.places + ahead, output[drafts.rows, drafts.entries]
         result = compare_drafts(drafter, batch, rows, places, drafted, head, parameters, weights)
         return DrafterLoss(result.total, wanted.sum(), drafts.metrics(result, wanted.shape, config.steps))

@@ -290,14 +290,12 @@ class RolledDrafts:
         rows, places, entries, depths = (torch.cat(pair) for pair in parts)
         return cls(rows, places, entries, depths, usual)
 
-    def weights(self, wanted: Tensor, decay: float, served: Served | None = None, begins: int = 0) -> Tensor:
+    def weights(self, wanted: Tensor, decay: float, served: Served | None = None) -> Tensor:
         """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`.
 
-        Args:
-            served: what rounds reached, to which a share of that moves.
-            begins: drafts above this depth weigh nothing.
+        `served`: what rounds reached, to which a share of that moves.
         """
-        weights = decay ** self.depths.float() * (self.depths >= begins)
+        weights = decay ** self.depths.float()
         whole = self._per_row(weights, wanted)
         if served is None:
             return whole
@@ -310,12 +308,17 @@ class RolledDrafts:
         sums = weights.new_zeros(len(wanted)).index_add(0, self.rows, weights)
         return weights * (wanted.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny))[self.rows]
 
-    def metrics(self, result: PositionLosses, shape: torch.Size, drafts: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return `loss_d1`, `top1_d1`, … and the acceptance of chains, as (sum, count) pairs."""
+    def metrics(
+        self, result: PositionLosses, shape: torch.Size, drafts: int, sure: Tensor | None = None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return `loss_d1`, `top1_d1`, … and the acceptance of chains, as (sum, count) pairs.
+
+        `sure`: where the first draft is the target's own, and always accepted, `[B, T]` bool; None for nowhere.
+        """
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        alphas, measured = [], []
+        alphas, measured = ([], []) if sure is None else ([sure.float()], [sure])
         begins = self.places - self.depths
-        for depth in range(drafts):
+        for depth in range(len(alphas), drafts):
             here = (self.depths == depth).float()
             for name, values in (("loss", result.loss), ("top1", result.top1)):
                 metrics[f"{name}_d{depth + 1}"] = ((values * here).sum(), here.sum())
@@ -333,16 +336,16 @@ def rollout_loss(
     roll: Callable[[TargetBatch, Rollouts], Tensor],
     head: Head,
     parameters: Sequence[Tensor],
-    begins: int = 0,
+    sure: bool = False,
 ) -> DrafterLoss:
     """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn.
 
     Args:
         ahead: how many places after the text's own entry the token stands that it predicts.
-        roll: returns states `[B, T + E, H]`, of texts `[B, T]` and of the masks after them.
+        roll: returns states `[B, T + E, H]`, of texts `[B, T]` and of the masks after them; with `sure` of these alone.
         head: makes draft logits of states.
         parameters: what `head` trains.
-        begins: the depth of the first drafts that weigh anything; 0 is the text's own entry.
+        sure: the text's own entries are the target's, whose draft is always accepted: nothing is learned there.
     """
 
     def of_texts(batch: TargetBatch) -> DrafterLoss:  # rows that hold one text each
@@ -354,11 +357,13 @@ def rollout_loss(
             learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
         )
         output = roll(batch, rollouts)  # [B, T + E, H]
-        drafts = RolledDrafts.of(learned, rollouts)
-        weights = drafts.weights(wanted, config.decay, served, begins)  # [P]
+        drafts = RolledDrafts.of(learned[:, :0] if sure else learned, rollouts)
+        weights = drafts.weights(wanted, config.decay, served)  # [P]
         rows, places, drafted = drafts.rows, drafts.places + ahead, output[drafts.rows, drafts.entries]
         result = compare_drafts(drafter, batch, rows, places, drafted, head, parameters, weights)
-        return DrafterLoss(result.total, wanted.sum(), drafts.metrics(result, wanted.shape, config.steps))
+        return DrafterLoss(
+            result.total, wanted.sum(), drafts.metrics(result, wanted.shape, config.steps, learned if sure else None)
+        )
 
     return DrafterLoss.sum(of_texts(texts) for texts in batch.texts())
 

@@ -92,14 +92,12 @@ class Uno(Drafter[UnoConfig]):
     def build(cls, config: UnoConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         if config.mask_token_id is not None:
             check_mask(config.mask_token_id, target)
-        sizes = {name: [one.in_features, one.out_features] for name, one in linear_layers(target).items()}
-        drafter = cls(replace(config, vocab_size=target.vocab_size, linears=sizes))
+        drafter = cls(replace(config, vocab_size=target.vocab_size, linears=_sizes(target)))
         drafter.check(target)
         return drafter
 
     def check(self, target: Target) -> None:
-        kind, sizes = type(target.model).__name__, self.config.linears
-        theirs = {name: [one.in_features, one.out_features] for name, one in linear_layers(target).items()}
+        kind, sizes, theirs = type(target.model).__name__, self.config.linears, _sizes(target)
         if sizes != theirs or self.config.vocab_size != target.vocab_size:
             other = next((name for name in sizes | theirs if sizes.get(name) != theirs.get(name)), "the vocabulary")
             raise IncompatibleError(f"this uno drafter was made for a target of other sizes: {other} differs.")
@@ -145,13 +143,10 @@ class Uno(Drafter[UnoConfig]):
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """Return the mean loss of the drafts after the target's own ones."""
-        return rollout_loss(self, batch, 1, self.roll, batch.target.lm_head, [], begins=1)
+        return rollout_loss(self, batch, 1, self.roll, batch.target.lm_head, [], sure=True)
 
     def roll(self, batch: TargetBatch, rollouts: Rollouts) -> Tensor:
-        """Return the target's last hidden states of texts `[B, T]`, and those of the noise after them, `[B, T + E, H]`.
-
-        As when decoding, the noise is read on a cache of the text.
-        """
+        """Return the target's last hidden states at the noise after texts, `[B, E, H]`, read as when decoding."""
         target, (rows, length), count = batch.target.by_modules(), batch.tokens.shape, rollouts.anchors.shape[1]
         cache = target.new_cache(rows, length + count)
         with torch.no_grad(), own_precision(batch.tokens.device):
@@ -160,7 +155,7 @@ class Uno(Drafter[UnoConfig]):
         nodes = Nodes(rollouts.places, rollouts.sees(0, count, length)[:, 0])
         with self.drafting(linear_layers(target), rows):
             drafted, _ = target.run(noise, cache, offset=length, nodes=nodes)
-        return torch.cat([batch.last.to(drafted.dtype), drafted], 1)
+        return drafted
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
@@ -198,3 +193,8 @@ def linear_layers(target: Backbone) -> dict[str, nn.Linear]:
     """Return the linear layers in a target's decoder layers, by their names there."""
     layers = decoder_layers(target.body, target.num_layers)
     return {name: part for name, part in layers.named_modules() if isinstance(part, nn.Linear)}
+
+
+def _sizes(target: Target) -> dict[str, list[int]]:
+    """Return the inputs and outputs of these layers."""
+    return {name: [linear.in_features, linear.out_features] for name, linear in linear_layers(target).items()}

@@ -16,6 +16,7 @@ from outrider.heads import Uno, UnoConfig
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.heads.parallel.uno import linear_layers
 from outrider.targets import RowLengths, Target
+from outrider.targets.packed_weights import PackedWeight
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from ..decode.test_greedy_identity import make
@@ -149,7 +150,7 @@ def test_a_round_reads_no_more_than_it_asks_for(target, monkeypatch):
     assert all(torch.equal(one, drafts[-1][:, : one.shape[1]]) for one in drafts)
 
 
-def test_packed_weights_draft_the_same(target):
+def test_packed_weights_draft_the_same(target, monkeypatch):
     drafter, prompts = build(target), sequences(2, 7).tolist()
     usual = Decoder(target, drafter).generate(prompts, 16, plan=Plan(STEPS))
     target.pack()
@@ -157,11 +158,23 @@ def test_packed_weights_draft_the_same(target):
     assert packed.tokens == usual.tokens
     assert packed.rounds == usual.rounds
     session, text = opened(drafter, target, prompts[:1]), torch.tensor(prompts[:1])
+    products, made = list[Any](), PackedWeight.product
+    monkeypatch.setattr(PackedWeight, "product", lambda self, *call: products.append(self) or made(self, *call))
     with torch.inference_mode():
         session.prefill(text[:, -1])
+        assert len(products) == 4 * LAYERS + 1, "one for queries, keys and values, one for gate and up"
         found = expected(drafter, target, [*prompts[0], prompts[0][-1]])
     torch.testing.assert_close(session.drafts.logits[0], found, rtol=1e-4, atol=1e-5)
     assert hooks(target) == 0
+
+
+def test_a_compiled_target_is_neither_changed_nor_asked_for_drafts(target):
+    drafter, prompts = build(target, std=0.01), sequences(1, 7).tolist()
+    usual = Decoder(target, drafter).generate(prompts, 8, plan=Plan(STEPS))
+    target.compile(backend="eager")
+    compiled = Decoder(target, drafter, static=True).generate(prompts, 8, plan=Plan(STEPS))
+    assert compiled.tokens == usual.tokens
+    assert compiled.rounds == usual.rounds
 
 
 def test_a_pass_that_fails_leaves_no_hooks(target):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import get_ident
 from typing import Any, ClassVar, Self
 
 import torch
@@ -120,12 +121,13 @@ class Uno(Drafter[UnoConfig]):
 
     @contextmanager
     def drafting(self, linears: Mapping[str, nn.Module], rows: int, roots: int = 0) -> Iterator[None]:
-        """Add the LoRA to the outputs of `linears`, inside, for passes over B `rows`, but not at their `roots`.
+        """Add the LoRA to the outputs of `linears`, inside, for this thread's passes over B `rows`.
 
         `roots`: how many first tokens of each row are the target's own.
         """
+        own = get_ident()
         pairs = zip(self.config.linears, self.lora_a, self.lora_b, strict=True)
-        hooks = [(linears[name], partial(self._add, name, a, b, rows, roots)) for name, a, b in pairs]
+        hooks = [(linears[name], partial(self._add, own, a, b, rows, roots)) for name, a, b in pairs]
         handles = [linear.register_forward_hook(hook) for linear, hook in hooks]
         try:
             yield
@@ -134,12 +136,13 @@ class Uno(Drafter[UnoConfig]):
                 handle.remove()
 
     def _add(
-        self, name: str, a: Tensor, b: Tensor, rows: int, roots: int, _: nn.Module, args: tuple[Any, ...], out: Tensor
-    ) -> Tensor:
-        x = args[0].view(rows, -1, args[0].shape[-1])[:, roots:]  # [B, Q − roots, in]
+        self, own: int, a: Tensor, b: Tensor, rows: int, roots: int, _: nn.Module, args: tuple[Any, ...], out: Tensor
+    ) -> None:
+        if get_ident() != own:
+            return
+        x, drafted = (y.view(rows, -1, y.shape[-1])[:, roots:] for y in (args[0], out))  # [B, Q − roots, …]
         change = nn.functional.linear(nn.functional.linear(x, a.to(x.dtype)), b.to(x.dtype))
-        change = nn.functional.pad(change * (self.config.alpha / self.config.rank), (0, 0, roots, 0))
-        return out + change.view_as(out)
+        drafted.add_(change, alpha=self.config.alpha / self.config.rank)
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """Return the mean loss of the drafts after the target's own ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -175,6 +176,16 @@ def test_a_compiled_target_is_neither_changed_nor_asked_for_drafts(target):
     compiled = Decoder(target, drafter, static=True).generate(prompts, 8, plan=Plan(STEPS))
     assert compiled.tokens == usual.tokens
     assert compiled.rounds == usual.rounds
+
+
+@torch.inference_mode()
+def test_passes_of_other_threads_are_the_targets_own_while_one_drafts(target):
+    drafter, tokens = build(target), sequences(2, 9)
+    own = target.forward(tokens).logits
+    with drafter.drafting(linear_layers(target), 2):
+        assert float((target.forward(tokens).logits - own).abs().max()) > 0.1
+        with ThreadPoolExecutor(1) as others:
+            assert torch.equal(others.submit(target.model, tokens).result().logits, own)
 
 
 def test_a_pass_that_fails_leaves_no_hooks(target):

@@ -261,7 +261,7 @@ def propose_confidently(session: NodeSession, root: Tensor, depth: int, chain: C
 
     `may_sync`: whether the host may wait for the device to learn that all rows have ended.
     """
-    depth = min(depth, session.max_depth or depth)
+    session.round_depth = depth = min(depth, session.max_depth or depth)
     logits, drafted = session.prefill(root), list[Tensor]()
     while True:
         chain.expect(session.confidence())
@@ -330,6 +330,7 @@ def grow_static(session: NodeSession, root: Tensor, layout: StaticTree, sampler:
     before = sampler.context
     sees = None if before is None else Nodes.of_tree(parents, layout.depth).sees[:, :, 1:]
     drawn, peaks = list[Tensor](), list[Tensor]()
+    session.round_depth = layout.depth
     logits = session.prefill(root)[:, None]
     for depth, level in enumerate(layout.levels, 1):
         if level.widest > logits.shape[-1]:
@@ -418,7 +419,7 @@ def grow_dynamic(
         nodes: how many are kept.
         depth: the number of levels.
     """
-    before = sampler.context
+    before, session.round_depth = sampler.context, depth
     logits = session.prefill(root)[:, None]
     width = min(width, logits.shape[-1])
     tree, peaks = _Candidates.none(root), list[Tensor]()

@@ -270,7 +270,7 @@ def _reading(drafter: Drafter | None, target: Target) -> _PromptBytes:
 @torch.no_grad()
 def _read(drafter: Drafter, target: Target, length: int) -> tuple[int, int, int]:
     """Return the bytes of a drafter that reads `length` tokens and begins: the peak, those kept, and per draft."""
-    cache = target.new_cache(1, length + 3)
+    cache = target.new_cache(1, length + 3 + (drafter.max_depth or 0))
     cache.skip(length)
     session = drafter.open(target, 1, length + 3, 0, cache)
     assert isinstance(session, NodeSession)

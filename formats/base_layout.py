@@ -38,14 +38,14 @@ class DrafterFiles:
     def config_file(self) -> Path:
         return self.folder / CONFIG
 
-    def save(self, folder: Path, weights: str = WEIGHTS) -> None:
-        """Write config.json and the weights into `folder`."""
+    def save(self, folder: Path, weights: str = WEIGHTS, config: str = CONFIG) -> None:
+        """Write config.json and the weights into `folder`, under these names."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
+        write_atomically(folder / config, json.dumps(self.config, indent=2) + "\n")
         held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
         with replacing(folder / weights) as temporary:
             save_file(held, temporary, metadata={"format": "pt"})
-        shutil.copymode(folder / CONFIG, folder / weights)  # safetensors lets only its own user read what it writes
+        shutil.copymode(folder / config, folder / weights)  # safetensors lets only its own user read what it writes
 
     @classmethod
     def load(cls, folder: str | Path) -> DrafterFiles:

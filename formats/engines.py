@@ -23,6 +23,7 @@ from .eagle import EagleLayout, Sglang
 from .early_exit import EarlyExit
 from .medusa import MedusaRepository, MedusaVllm
 from .mtp import NativeMtp
+from .peft_lora import PeftLora
 from .raw_blocks import DeepSpec, ZLab
 from .speculators import Speculators, SpeculatorsPEagle
 
@@ -60,6 +61,7 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
     "medusa": {"medusa": MedusaRepository()},
     "eagle": {"eagle1": EagleLayout("eagle")},
     "gguf": {"draft_model": Gguf()},
+    "peft": {"uno": PeftLora()},
 }
 _OTHER_NAMES = {"llama.cpp": "gguf"}  # the engine's, and that of its format
 

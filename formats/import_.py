@@ -17,6 +17,7 @@ from ..common import BadInputError, OutriderError
 from ..heads import Drafter
 from ..heads.saved import read_config
 from ..targets import Target
+from ..targets.peft_adapters import ADAPTER_CONFIG
 from ..targets.weights import stored_tensors
 from .base_layout import ExportLayout
 from .early_exit import early_exit_of
@@ -52,6 +53,8 @@ def recognised(folder: str | Path) -> ExportLayout:
             return LAYOUTS["gguf"]["draft_model"]
         if early_exit_of(path) is not None:
             return LAYOUTS["hf"]["self_speculative"]
+        if (path / ADAPTER_CONFIG).is_file():
+            return LAYOUTS["peft"]["uno"]
         config, files = read_config(path), sorted(path.glob("*.safetensors"))
         names = {name for file in files for name in stored_tensors(file)}
         _check_counts(config, names, path)

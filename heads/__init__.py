@@ -18,6 +18,7 @@ from .medusa import Hydra, HydraConfig, Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
 from .parallel.pard import Pard, PardConfig
 from .parallel.peagle import PEagle, PEagleConfig
+from .parallel.uno import Uno, UnoConfig
 from .registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
 from .saved import DrafterConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
@@ -41,6 +42,7 @@ HEADS |= {
     "peagle": PEagle,
     "self_speculative": SelfSpeculative,
     "suffix": Suffix,
+    "uno": Uno,
 }
 FORMS |= {"low_rank": LowRank}
 
@@ -51,6 +53,6 @@ __all__ += ["TextSession"]
 __all__ += ["Cascade", "Fusion", "Lookahead", "Ngram", "SelfSpeculative", "Suffix", "fuse"]
 __all__ += ["CascadeConfig", "FusionConfig", "LookaheadConfig", "NgramConfig", "SelfSpeculativeConfig", "SuffixConfig"]
 __all__ += ["DFlash", "DFlash2", "DSpark", "DraftModel", "Eagle1", "Eagle3", "Hydra", "LowRank", "Medusa", "Mtp"]
-__all__ += ["PEagle", "Pard"]
+__all__ += ["PEagle", "Pard", "Uno"]
 __all__ += ["DFlash2Config", "DFlashConfig", "DSparkConfig", "DraftModelConfig", "Eagle1Config", "Eagle3Config"]
-__all__ += ["HydraConfig", "LowRankConfig", "MedusaConfig", "MtpConfig", "PEagleConfig", "PardConfig"]
+__all__ += ["HydraConfig", "LowRankConfig", "MedusaConfig", "MtpConfig", "PEagleConfig", "PardConfig", "UnoConfig"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common import BadInputError, IncompatibleError
-from ..targets import RaggedCache, RowLengths, Target
+from ..targets import Backbone, RaggedCache, RowLengths, Target
 from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, teacher_forced_loss
 from .divergences import LossName, own_precision
 from .session import Abilities, NodeSession, required
@@ -161,29 +161,49 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
         return SelfSpeculativeSession(self, target, (batch_size, max_length + spare), cache)
 
 
-class SelfSpeculativeSession(NodeSession):
-    """A session of the target's first layers, with the cache in which they read and write.
+class LentCacheSession(NodeSession):
+    """A session of layers that read and write in the target's own cache.
 
     Args:
         size: rows and entries of a cache of its own, made when it is first needed, if none is lent.
         lent: the target's cache.
     """
 
-    def __init__(self, drafter: SelfSpeculative, target: Target, size: tuple[int, int], lent: RaggedCache | None):
-        super().__init__(drafter.output_ids)
-        self.drafter, self.target, self.size, self.lent = drafter, target, size, lent
-        self.early = target.shallow(drafter.config.exit_layer)
-        self.written = 0  # uncommitted entries: the root and the drafts that were read
+    def __init__(
+        self,
+        layers: Backbone,
+        size: tuple[int, int],
+        lent: RaggedCache | None,
+        output_ids: Tensor | None = None,
+        max_depth: int | None = None,
+    ):
+        super().__init__(output_ids, max_depth)
+        self.layers, self.size, self.lent = layers, size, lent
 
     @cached_property
     def cache(self) -> RaggedCache:
-        return self.early.new_cache(*self.size) if self.lent is None else self.lent
+        return self.layers.new_cache(*self.size) if self.lent is None else self.lent
+
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        if self.lent is None:
+            self.layers.run(tokens, self.cache)
+            self.cache.advance(counts)
+
+    def caches(self) -> list[RaggedCache]:
+        return [self.cache] if self.lent is None else []
+
+
+class SelfSpeculativeSession(LentCacheSession):
+    """A session of the target's first layers."""
+
+    def __init__(self, drafter: SelfSpeculative, target: Target, size: tuple[int, int], lent: RaggedCache | None):
+        super().__init__(target.shallow(drafter.config.exit_layer), size, lent, drafter.output_ids)
+        self.drafter, self.target = drafter, target
+        self.written = 0  # uncommitted entries: the root and the drafts that were read
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.written, self.tree = 0, None
-        if self.lent is None:
-            self.early.forward(tokens, self.cache, logits=False)
-            self.cache.advance(counts)
+        super().update(tokens, hidden, counts, path)
 
     def prefill(self, root: Tensor) -> Tensor:
         self.written, self.tree = 0, None
@@ -191,12 +211,9 @@ class SelfSpeculativeSession(NodeSession):
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         nodes = self.grow(parents, 1)
-        early = self.early.forward(tokens, self.cache, logits=False, offset=self.written, nodes=nodes).last
+        early, _ = self.layers.run(tokens, self.cache, offset=self.written, nodes=nodes)
         self.written += tokens.shape[1]
         return self.drafter.output(self.drafter.exit(early), self.target)
-
-    def caches(self) -> list[RaggedCache]:
-        return [self.cache] if self.lent is None else []
 
     def reset(self) -> None:
         super().reset()

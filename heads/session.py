@@ -200,6 +200,7 @@ class NodeSession(Session):
     """
 
     tree: TreeMask | None = None  # the nodes of this round, once `decode` has read some of a tree
+    round_depth: int | None = None  # of the deepest draft that this round asks for; None if it is not known
 
     def __init__(
         self, output_ids: Tensor | None = None, max_depth: int | None = None, caches: Sequence[RaggedCache] = ()
@@ -234,7 +235,7 @@ class NodeSession(Session):
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
         """Draft a chain, token by token."""
-        depth = min(depth, self.max_depth or depth)
+        self.round_depth = depth = min(depth, self.max_depth or depth)
         drafted = [choose(self.prefill(root), self.output_ids)]
         while len(drafted) < depth and not (ended is not None and ended()):
             logits = self.decode(drafted[-1][:, None])

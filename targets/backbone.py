@@ -309,6 +309,16 @@ class Backbone:
         cut.fast = None if self.fast is None else self.fast.shallow(num_layers)
         return cut
 
+    def by_modules(self) -> Self:
+        """Return the same model, which runs by its modules alone, so that hooks on them are called.
+
+        They are packed ones, if there are: these share the hooks of the plain ones.
+        """
+        plain = copy.copy(self)
+        plain.body = self.body if self.packed is None else self.packed.body
+        plain.fast = plain._compiled = plain.packed = None
+        return plain
+
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm after the last layer to `hidden` `[..., H]`; IncompatibleError if it is not one module."""
         if self._final_norm is None:

@@ -172,11 +172,11 @@ def check_many_processes(recipe: Recipe, drafter_class: type[Drafter], args: Tra
         )
     drafter, sharding = recipe.drafter, recipe.target.sharding
     prunes = drafter.get("init") == "prune"
-    needs_layers = prunes or drafter.get("type") == "self_speculative" or recipe.joint is not None
+    needs_layers = prunes or drafter.get("type") in ("self_speculative", "uno") or recipe.joint is not None
     if sharding != "none" and needs_layers:
         raise BadInputError(
-            f"target.sharding is {sharding!r}, but joint training, self_speculative drafters and init prune need the "
-            "target's whole layers; leave out target.sharding, or take another drafter."
+            f"target.sharding is {sharding!r}, but joint training, self_speculative and uno drafters, and init prune "
+            "need the target's whole layers; leave out target.sharding, or take another drafter."
         )
 
 

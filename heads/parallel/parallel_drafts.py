@@ -308,12 +308,17 @@ class RolledDrafts:
         sums = weights.new_zeros(len(wanted)).index_add(0, self.rows, weights)
         return weights * (wanted.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny))[self.rows]
 
-    def metrics(self, result: PositionLosses, shape: torch.Size, drafts: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return `loss_d1`, `top1_d1`, … and the acceptance of chains, as (sum, count) pairs."""
+    def metrics(
+        self, result: PositionLosses, shape: torch.Size, drafts: int, sure: Tensor | None = None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return `loss_d1`, `top1_d1`, … and the acceptance of chains, as (sum, count) pairs.
+
+        `sure`: where the first draft is the target's own, and always accepted, `[B, T]` bool; None for nowhere.
+        """
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        alphas, measured = [], []
+        alphas, measured = ([], []) if sure is None else ([sure.float()], [sure])
         begins = self.places - self.depths
-        for depth in range(drafts):
+        for depth in range(len(alphas), drafts):
             here = (self.depths == depth).float()
             for name, values in (("loss", result.loss), ("top1", result.top1)):
                 metrics[f"{name}_d{depth + 1}"] = ((values * here).sum(), here.sum())
@@ -331,14 +336,16 @@ def rollout_loss(
     roll: Callable[[TargetBatch, Rollouts], Tensor],
     head: Head,
     parameters: Sequence[Tensor],
+    sure: bool = False,
 ) -> DrafterLoss:
     """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn.
 
     Args:
         ahead: how many places after the text's own entry the token stands that it predicts.
-        roll: returns states `[B, T + E, H]`, of texts `[B, T]` and of the masks after them.
+        roll: returns states `[B, T + E, H]`, of texts `[B, T]` and of the masks after them; with `sure` of these alone.
         head: makes draft logits of states.
         parameters: what `head` trains.
+        sure: the text's own entries are the target's, whose draft is always accepted: nothing is learned there.
     """
 
     def of_texts(batch: TargetBatch) -> DrafterLoss:  # rows that hold one text each
@@ -350,11 +357,13 @@ def rollout_loss(
             learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
         )
         output = roll(batch, rollouts)  # [B, T + E, H]
-        drafts = RolledDrafts.of(learned, rollouts)
+        drafts = RolledDrafts.of(learned[:, :0] if sure else learned, rollouts)
         weights = drafts.weights(wanted, config.decay, served)  # [P]
         rows, places, drafted = drafts.rows, drafts.places + ahead, output[drafts.rows, drafts.entries]
         result = compare_drafts(drafter, batch, rows, places, drafted, head, parameters, weights)
-        return DrafterLoss(result.total, wanted.sum(), drafts.metrics(result, wanted.shape, config.steps))
+        return DrafterLoss(
+            result.total, wanted.sum(), drafts.metrics(result, wanted.shape, config.steps, learned if sure else None)
+        )
 
     return DrafterLoss.sum(of_texts(texts) for texts in batch.texts())
 

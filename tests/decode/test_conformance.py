@@ -234,7 +234,7 @@ def test_what_training_promises_decoding_keeps(name, make, target):
     assert count == int(drafted.sum()) > 500
     mean = promised / count
     # The alphas of single places differ, which makes the true deviation smaller than this.
-    assert abs(accepted - promised) < 4 * (count * mean * (1 - mean)) ** 0.5, (
+    assert abs(accepted - promised) <= 4 * (count * mean * (1 - mean)) ** 0.5, (
         f"{accepted / count:.3f} of the drafts were accepted, {mean:.3f} were promised"
     )
 

@@ -256,7 +256,7 @@ def test_texts_longer_than_a_window(target):
 TREES_TOO = ("chain", "static tree", "dynamic tree")
 ON_META = [(name, *case) for name in ("draft_model", "eagle3") for case in CASES]
 ON_META += [(name, plan, "sampled") for name in ("medusa", "hydra") for plan in (*TREES_TOO, "coupled")]
-ON_META += [("self_speculative", plan, "greedy") for plan in TREES_TOO]
+ON_META += [(name, plan, "greedy") for name in ("self_speculative", "uno") for plan in TREES_TOO]
 
 
 @pytest.mark.parametrize(("name", "plan", "sampling"), ON_META)
@@ -282,7 +282,7 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, name,
                     monkeypatch.setattr(torch, function, failing(AssertionError("a round makes a tensor on the host")))
                 if name in ("medusa", "hydra"):
                     assert [t.shape for t in state.session.carried()] == shapes, "what is carried keeps its shape"
-    if name == "self_speculative":
+    if name in ("self_speculative", "uno"):
         assert state.session.caches() == state.session.carried() == [], "nothing is carried from round to round"
 
 

@@ -65,6 +65,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     + [{"draft_vocab_size": 0, "markov_head": head} for head in ("vanilla", "gated", "rnn")]
     + [{"draft_vocab_size": 0, "confidence": False}, {"draft_vocab_size": 0, "taps": [0, 3]}],
     "draft_model": [{}],
+    "uno": [{}, {"rank": 4, "alpha": 4.0}, {"mask_token_id": 300}],
     "self_speculative": [{"exit_layer": 2, "num_blocks": 0}, {"exit_layer": 2}],
 }
 

@@ -45,7 +45,7 @@ def model(llama: Callable) -> DraftModel:
     return DraftModel(llama(layers=2, seed=1))
 
 
-BEGIN_AT_ZERO = ("dflash2", "dspark", "medusa", "hydra", "self_speculative")
+BEGIN_AT_ZERO = ("dflash2", "dspark", "medusa", "hydra", "self_speculative", "uno")
 
 
 def built(name: str, **settings: Any) -> Maker:
@@ -55,7 +55,7 @@ def built(name: str, **settings: Any) -> Maker:
         counts = torch.arange(64) if "draft_vocab_size" in settings else None
         drafter = HEADS[name].build(HEADS[name].config_class(**settings), target, counts)
         for whole_name, weight in drafter.named_parameters() if name in BEGIN_AT_ZERO else ():
-            if any(part in whole_name for part in ("linear", "down", "markov_w2", "conv", "successor")):
+            if any(part in whole_name for part in ("linear", "down", "markov_w2", "conv", "successor", "lora_b")):
                 torch.nn.init.normal_(weight, std=0.2)
         return drafter
 
@@ -101,6 +101,7 @@ MAKERS: dict[str, Maker] = {
     "self_speculative pruned": built("self_speculative", share_lm_head=False, num_blocks=2, **PRUNED),
     "suffix": built("suffix", max_match=3, tree_depth=5),
     "suffix tree": built("suffix", width=2),
+    "uno": built("uno", steps=5, rank=4, alpha=4.0),
     "fusion": lambda target, llama: Fusion(Suffix(), model(llama)),
     "fusion eagle3": lambda target, llama: Fusion(Ngram(), built("eagle3")(target, llama)),
 }
@@ -120,6 +121,7 @@ ON_UNEVEN: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("eagle1", "eagle3", "hydra", "medusa", "mtp")},
     **dict.fromkeys(("dflash", "dflash2", "dspark", "peagle"), MASKED),
     "self_speculative": {"exit_layer": 2},
+    "uno": {},
     "draft_model": {"model": {"num_hidden_layers": 2}},
     "draft_model pruned": {"init": "prune", "model": {"num_hidden_layers": 3}},
 }
@@ -170,7 +172,7 @@ def proposals(drafter: Drafter, target: Target) -> list[list[int]]:
 
 def first_predicted(name: str) -> int:
     """Return the place of the first token that a drafter learns: x_1, or after the first pair (f, x) x_2."""
-    return 1 if name.split()[0] in ("draft_model", "pard", "self_speculative") else 2
+    return 1 if name.split()[0] in ("draft_model", "pard", "self_speculative", "uno") else 2
 
 
 def test_the_table_covers_the_registry():
@@ -448,6 +450,8 @@ def test_a_config_that_is_none_is_refused(tmp_path, text, message):
         ("self_speculative", {"hidden": 64}, "hidden size of 32, the target's is 64"),
         ("self_speculative", {"layers": 8}, "number of layers of 6, the target's is 8"),
         ("medusa", {"layers": 8}, "number of layers of 6, the target's is 8"),
+        ("uno", {"layers": 8}, r"a target of other sizes: 6\.self_attn\.q_proj differs"),
+        ("uno", {"vocab": 32}, "a target of other sizes: the vocabulary differs"),
         ("hydra pruned", {"layers": 4}, r"hidden_states\[6\], but this target has 4 layers"),
         ("eagle3 pruned", {"layers": 4}, r"hidden_states\[6\], but this target has 4 layers \(valid taps: 0 to 4\)"),
     ],
@@ -594,6 +598,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         *(({"max_match": 0}, SUFFIX), ({"min_match": 0}, SUFFIX), ({"max_match": 24}, SUFFIX)),
         ({"min_match": 3, "max_match": 2}, SUFFIX),
         *(({"factor": 0}, AMOUNTS), ({"width": 0}, AMOUNTS), ({"max_tokens": -1}, AMOUNTS)),
+    ],
+    "uno": [
+        ({"steps": 1}, "steps must be at least 2, got 1"),
+        ({"rank": 0}, "rank must be at least 1, got 0"),
+        ({"mask_token_id": 64}, "outside the target's vocabulary"),
+        LOSS,
     ],
 }
 

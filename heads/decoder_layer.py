@@ -414,8 +414,9 @@ class CachedLayers:
         self.max_length, self.cos, self.sin = max_length, cos[0, 0], sin[0, 0]  # [max_length, D]
 
     def is_made_of(self, layers: Iterable[Any]) -> bool:
-        """Return whether the weights of these layers are still those it was made of."""
-        return self.versions == weight_versions(_read(layers, self.projection))
+        """Return whether it was made of these layers, not of packed or plain ones with their weights, as they are."""
+        same = all(made.layer is layer for made, layer in zip(self.layers, layers, strict=True))
+        return same and self.versions == weight_versions(_read(layers, self.projection))
 
     def fits(self, layers: Iterable[Any], max_length: int) -> bool:
         """Return whether it is long enough, and made of the weights of these layers as they are."""

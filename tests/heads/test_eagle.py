@@ -467,3 +467,14 @@ def test_a_head_is_as_wide_as_the_widest_layer_of_its_target(target):
     """Gemma 3n has a size of the MLP for each layer."""
     vars(target.config)["intermediate_size"] = [48, 64, 48, 48, 48, 48]
     assert made(Eagle3, target).config.intermediate_size == 64
+
+
+def test_a_head_that_drafted_by_plain_weights_is_packed_with_its_target(target):
+    """Its decoding layers are kept, and belong to the weights as they were multiplied."""
+    drafter = made(Eagle1, target).eval()
+    plain = drafter.decoding_layers(8)
+    target.pack()
+    packed = drafter.packed_as(target).decoding_layers(8)
+    assert all(product.packed for layer in packed.layers for product in (layer.qkv, layer.gate_up))
+    assert drafter.decoding_layers(8) is plain
+    assert not plain.layers[0].qkv.packed

@@ -46,21 +46,24 @@ class ReferenceDecoder:
             rounds.append((len(drafts), len(kept)))
         return text[len(prompt) :][:max_new_tokens], rounds
 
-    def _draft(self, text: list[int]) -> list[tuple[int, Tensor]]:
-        """Return each node's token, and the law q that it was drawn from."""
+    def _draft(self, text: list[int]) -> dict[int, tuple[int, Tensor]]:
+        """Return the token of each node that has one, and the law q that it was drawn from.
+
+        A drafter may find fewer tokens possible than a node has children.
+        """
         tree = self._shape()
         drafts = dict[int, tuple[int, Tensor]]()
         for node, children in tree.children.items():
-            if children:
+            if children and (node < 0 or node in drafts):
                 path, above = list[int](), node
                 while above >= 0:
                     path, above = [drafts[above][0], *path], tree.parents[above]
                 tokens = self._siblings(self.drafter(text, path), len(children), len(text), node)
-                drafts |= zip(children, tokens, strict=True)
-        return [drafts[node] for node in range(len(drafts))]
+                drafts |= zip(children, tokens, strict=False)
+        return drafts
 
     def _siblings(self, logits: Tensor, count: int, first: int, node: int) -> list[tuple[int, Tensor]]:
-        """Return `count` different tokens after a node, each with the law q that it was drawn from."""
+        """Return at most `count` different tokens after a node, each with the law q that it was drawn from."""
         q = self._law(logits)
         if self.temperature == 0:
             # A token that is simply chosen is one that is drawn from a law that gives it all probability.
@@ -77,11 +80,12 @@ class ReferenceDecoder:
             q = q / q.sum()
         return siblings
 
-    def _verify(self, text: list[int], drafts: list[tuple[int, Tensor]]) -> tuple[list[int], int]:
+    def _verify(self, text: list[int], drafts: dict[int, tuple[int, Tensor]]) -> tuple[list[int], int]:
         """Return the drafts that are kept, and the target's own token after them."""
         kept: list[int] = []
         p = self._law(self.target(text))
-        untried = list(self._shape().children[-1])
+        children = self._shape().children
+        untried = [node for node in children[-1] if node in drafts]
         while untried:
             node = untried.pop(0)
             x, q = drafts[node]
@@ -89,7 +93,7 @@ class ReferenceDecoder:
                 # A draft x ~ q is kept with probability min(1, p(x)/q(x)). The round goes on with its children.
                 kept.append(x)
                 p = self._law(self.target(text + kept))
-                untried = list(self._shape().children[node])
+                untried = [child for child in children[node] if child in drafts]
             else:
                 # After a refusal the token must come from what q has not covered of p: norm((p − q)+). The next sibling
                 # is tried against that.
@@ -117,4 +121,6 @@ def _draw(law: Tensor, uniform: Tensor) -> int:
 
 
 def _top(scores: Tensor, count: int) -> list[int]:
-    return scores.topk(count).indices.tolist()
+    """Return the places of the highest of the scores that are possible."""
+    best = scores.topk(count)
+    return best.indices[best.values > float("-inf")].tolist()

@@ -203,7 +203,8 @@ def own_tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 def their_name(name: str) -> str:
     """Return the name of our tensor in files."""
-    return name.replace(*_CODEBOOK)
+    ours, theirs = _CODEBOOK
+    return name.replace(ours, theirs)
 
 
 def require_servable(drafter: DFlash, depth: int) -> None:

@@ -43,8 +43,8 @@ class Forecast:
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Self | None:
         """Return the forecast in an entry of a training's log; None where there is none."""
-        values = [entry.get(PREFIX + each.name) for each in fields(cls)]
-        return cls(*values) if all(isinstance(value, float) for value in values) else None
+        values = [value for each in fields(cls) if isinstance(value := entry.get(PREFIX + each.name), float)]
+        return cls(*values) if len(values) == len(fields(cls)) else None
 
     def logged(self) -> dict[str, float]:
         """Return the entries of a training's log."""

@@ -116,7 +116,10 @@ class Axis:
 
     @classmethod
     def joined(cls, *axes: Axis) -> Self:
-        """Return the axis of spaces one after the other."""
+        """Return the axis of spaces one after the other; where one has fewer copies, its own places are filled again."""
+        most = max(len(axis.copies) for axis in axes)
+        again = [axis.places.expand(most - len(axis.copies), -1) for axis in axes]
+        axes = tuple(replace(a, copies=torch.cat([a.copies, more])) for a, more in zip(axes, again, strict=True))
         starts = [sum(axis.size for axis in axes[:i]) for i in range(len(axes))]
 
         def each(name: str) -> Tensor:
@@ -288,8 +291,9 @@ def grown_config(old: PreTrainedConfig, like: PreTrainedConfig) -> PreTrainedCon
     config = type(like).from_dict(like.to_dict())
     for name in ("dtype", "rope_parameters", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(old, name))
-    config.tie_word_embeddings = like.tie_word_embeddings and old.tie_word_embeddings
     growth = Growth(Sizes.of(old), Sizes.of(config))
+    # A tied output embedding would read a channel as often as it stands there.
+    config.tie_word_embeddings = like.tie_word_embeddings and old.tie_word_embeddings and growth.times == 1
     config.rms_norm_eps = old.rms_norm_eps * growth.share
     if growth.adds_head_norms or _has_bias(old):
         config.attention_bias = True
@@ -476,10 +480,8 @@ class GrownWeights:
         residual = self.growth.residual.repeated(several)
         for places in residual.written:
             weight[places] = old.to(**self.kind) * math.sqrt(self.growth.share)
-        if final:
-            weight[residual.copies.flatten()] = 0  # a tied output embedding would read every copy
-            if self.growth.constant is not None:
-                weight[self.growth.constant] = _LIFT
+        if final and self.growth.constant is not None:
+            weight[self.growth.constant] = _LIFT
         return weight
 
     def embedding(self, shape: torch.Size, old: Tensor, tied: bool) -> Tensor:

@@ -29,7 +29,8 @@ SIZES = {
     "num_key_value_heads": 4,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {},
+    "llama": {"hidden_size": 256},  # eight times as wide: old entries are written twice, and not four times as often
+    "llama, tied": {"hidden_size": 256, "tie_word_embeddings": True},
     "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -78,8 +79,9 @@ def made(name: str, target: Target) -> Drafter[Any]:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def grown(request, tiny_llama) -> tuple[Target, Target]:
-    old = tiny_llama(layers=6)
-    return Target(old), Target(grow(old, AutoConfig.for_model(request.param, **SIZES | SHAPES[request.param])))
+    sizes = SIZES | SHAPES[request.param]
+    old = tiny_llama(layers=6, tie_word_embeddings=sizes.get("tie_word_embeddings", False))
+    return Target(old), Target(grow(old, AutoConfig.for_model(request.param.partition(",")[0], **sizes)))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -89,7 +91,7 @@ def test_draft_logits_are_those_of_the_old_drafter(grown, name):
     steps = min(3, drafter.max_depth or 3)
     starts = [[2, 5, 6], [1, 4, 8]]
     before = decoded_logits(drafter, source, TOKENS, starts, steps)
-    larger = grow_drafter(drafter, source, target, like=AutoConfig.for_model("llama", **SIZES))
+    larger = grow_drafter(drafter, source, target, like=AutoConfig.for_model("llama", **SIZES | {"hidden_size": target.hidden_size}))
     after = decoded_logits(larger, target, TOKENS, starts, steps)
     for old, new in zip(chain.from_iterable(before), chain.from_iterable(after), strict=True):
         width = old.shape[-1]

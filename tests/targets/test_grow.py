@@ -37,7 +37,7 @@ SHAPES_TRIED: dict[str, tuple[str, dict[str, Any]]] = {
     "larger heads": ("llama", {"head_dim": 16}),
     "more units": ("llama", {"intermediate_size": 50}),
     "more tokens": ("llama", {"vocab_size": 100, "hidden_size": 128}),
-    "more tokens, tied": ("llama", {"vocab_size": 100, "hidden_size": 256, "tie_word_embeddings": True}),
+    "more tokens, tied": ("llama", {"vocab_size": 100, "hidden_size": 128, "tie_word_embeddings": True}),
     "everything": ("llama", EVERYTHING),
     "qwen3": ("qwen3", EVERYTHING),
     "qwen3_moe": ("qwen3_moe", EVERYTHING | EXPERTS | {"moe_intermediate_size": 64, "num_experts": 4}),
@@ -95,6 +95,9 @@ def test_embeddings_are_tied_where_both_models_tie_them():
     tied, apart = grow(source("llama, tied"), shape), grow(source(), shape)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert apart.lm_head.weight is not apart.model.embed_tokens.weight
+    # An old channel stands twice there, and a tied output would read it twice.
+    twice = grow(source("llama, tied"), config("llama", {"hidden_size": 256, "tie_word_embeddings": True}))
+    assert twice.lm_head.weight is not twice.model.embed_tokens.weight
     torch.testing.assert_close(logits(tied)[..., :64], logits(source("llama, tied")), rtol=0, atol=1e-5)
     assert (logits(tied)[..., 64:] < -100).all()
 

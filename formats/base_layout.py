@@ -116,12 +116,14 @@ class ExportLayout(ABC, Generic[D, C]):
         drafter: the type of our drafter.
         optional: tensors that may be there or not.
         is_model: the files are a whole model, which its own library reads: `load` reads config.json alone.
+        keeps_window: what reads them attends no further back than the drafter's sliding window.
     """
 
     name: ClassVar[str]
     drafter: str
     optional: ClassVar[tuple[str, ...]] = ()
     is_model: ClassVar[bool] = False
+    keeps_window: bool = True
 
     def lacks(self, config: C, num_layers: int) -> list[Unsupported]:
         """Return the settings of a drafter that cannot be written or served; `num_layers` are the target's."""

@@ -38,7 +38,7 @@ class EagleLayout(ExportLayout[Eagle1, Eagle1Config]):
     optional = (EMBEDDINGS, "fc.bias")
 
     def __init__(self, engine: Literal["vllm", "sglang", "eagle"]):
-        self.engine = engine
+        self.engine, self.keeps_window = engine, engine == "vllm"
 
     def lacks(self, config: Eagle1Config, num_layers: int) -> list[Unsupported]:
         lacks = []
@@ -61,7 +61,10 @@ class EagleLayout(ExportLayout[Eagle1, Eagle1Config]):
             tensors["fc.bias"] = weight.new_zeros(len(weight))
         if self.engine == "eagle":
             tensors[EMBEDDINGS] = embedding_table(target)
-        values = llama_config(drafter.config) | {
+        window = drafter.config.sliding_window if self.keeps_window else 0
+        values = llama_config(drafter.config, window) | {
+            # vLLM counts its layers from the target's last one on, unless it is told how many come before.
+            **({"target_layer_count": target.num_layers} if window else {}),
             # vLLM puts "Eagle" before the name of a Llama by itself.
             "architectures": ["LlamaForCausalLMEagle" if self.engine == "sglang" else "LlamaForCausalLM"],
             "bias": drafter.config.fc_bias,
@@ -109,6 +112,7 @@ class Sglang(ExportLayout[Eagle3, Eagle3Config]):
     name = "sglang"
     drafter = "eagle3"
     optional = BESIDE
+    keeps_window = False
 
     def lacks(self, config: Eagle3Config, num_layers: int) -> list[Unsupported]:
         lacks = taps_lacking(config.taps, num_layers)

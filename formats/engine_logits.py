@@ -141,6 +141,8 @@ class Layers:
         rotary = LlamaRotaryEmbedding(rotary_config(config, self.size))
         every = torch.arange(length, device=device)[None]
         self.cos, self.sin = rotary.to(device)(torch.zeros(1, device=device), every)
+        window = config["sliding_window"] if "sliding_attention" in (config.get("layer_types") or []) else length
+        self.seen = (every <= every.T) & (every > every.T - window)  # [T, T]
 
     def __call__(self, at: str, entered: Tensor, residual: Tensor) -> Tensor:
         """Return the output `[T, H]` of the layer whose names begin with `at`.
@@ -152,7 +154,7 @@ class Layers:
         count, grouped = len(entered), self.heads > self.kv_heads
         q, k, v = (self.project(at, name, entered) for name in "qkv")
         q, k = apply_rotary_pos_emb(q, k, self.cos[:, :count], self.sin[:, :count])
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mixed = functional.scaled_dot_product_attention(q, k, v, self.seen[:count, :count], enable_gqa=grouped)
         return self.finish(at, mixed, residual)
 
     def project(self, at: str, name: str, x: Tensor) -> Tensor:

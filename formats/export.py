@@ -56,6 +56,12 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
             target.max_context,
             limit,
         )
+    if (window := getattr(drafter.config, "sliding_window", 0)) and not layout.keeps_window:
+        _log.warning(
+            "%s has no sliding window for this drafter: beyond %d tokens its drafts are others than were measured.",
+            to,
+            window,
+        )
     passage = passage_of(target, drafter.max_depth)
     with replacing_folder(final) as partial:
         layout.save(drafter, target, partial, depth)

@@ -14,18 +14,19 @@ from ..common import BadInputError, IncompatibleError
 from ..heads.decoder_layer import LayerConfig, LayerDrafter
 from ..targets import Target
 
-EMBEDDINGS = "embed_tokens.weight"
+EMBEDDINGS, SLIDING = "embed_tokens.weight", "sliding_attention"
 # Sizes by their names in a Llama's config.json; ours has one of them under another name.
 _SIZES: tuple[str, ...] = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 _SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
 _OURS = {"num_hidden_layers": "num_layers"}
 
 
-def llama_config(config: LayerConfig) -> dict[str, Any]:
-    """Return a Llama's config.json for a head's layers, as engines read it.
+def llama_config(config: LayerConfig, window: int = 0) -> dict[str, Any]:
+    """Return a Llama's config.json for a head's layers, all with this sliding window, as engines read it.
 
     Rotary positions are written twice: as `transformers` 5 has them, and as older readers look for them.
     """
+    sliding = {"layer_types": [SLIDING] * config.num_layers, "sliding_window": window, "use_sliding_window": True}
     rope = config.rope_parameters
     is_scaled = rope.get("rope_type", "default") != "default"
     return {
@@ -41,6 +42,7 @@ def llama_config(config: LayerConfig) -> dict[str, Any]:
         "rope_parameters": dict(rope),
         "rope_theta": rope.get("rope_theta", 10000.0),
         "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if is_scaled else None,
+        **(sliding if window else {}),
     }
 
 
@@ -72,7 +74,13 @@ def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ())
         "rms_norm_eps": llama.rms_norm_eps,
         "rope_parameters": dict(llama.rope_parameters),
         "max_position_embeddings": llama.max_position_embeddings,
+        **({"sliding_window": int(layer.get("sliding_window") or 0)} if SLIDING in _kinds(layer) else {}),
     }
+
+
+def _kinds(layer: dict[str, Any]) -> set[str]:
+    """Return the kinds of attention of their layers."""
+    return set(layer.get("layer_types") or [])
 
 
 def _unknown_to_layers(layer: dict[str, Any], llama: Any) -> list[str]:
@@ -82,8 +90,8 @@ def _unknown_to_layers(layer: dict[str, Any], llama: Any) -> list[str]:
         problems.append(f"layers of the kind {kind!r} instead of 'llama'")
     if llama.hidden_act != "silu":
         problems.append(f"hidden_act: {llama.hidden_act!r} instead of 'silu'")
-    if "sliding_attention" in (layer.get("layer_types") or []):
-        problems.append(f"a sliding window of {layer.get('sliding_window')} tokens")
+    if len(_kinds(layer)) > 1:
+        problems.append("layers with a sliding window and layers without one")
     turned = layer.get("partial_rotary_factor") or (layer.get("rope_parameters") or {}).get("partial_rotary_factor")
     if turned not in (None, 1, 1.0):
         problems.append(f"partial_rotary_factor: {turned}, so that positions turn a part of each head")

@@ -73,7 +73,7 @@ class Speculators(ExportLayout[Eagle3, Eagle3Config]):
             "embed_requires_grad": False,
         }
         # vLLM keeps of all fields the layer's config and those named below it; it counts taps by this one.
-        layer = llama_config(config) | {"num_aux_hidden_states": len(config.taps)}
+        layer = llama_config(config, config.sliding_window) | {"num_aux_hidden_states": len(config.taps)}
         return DrafterFiles(written_config(drafter, target, depth, self.architecture, layer, fields), tensors)
 
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:

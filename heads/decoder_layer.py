@@ -346,16 +346,23 @@ class UnrolledLayers:
 
     A query attends to the entries of step 0 up to its own place, and to one entry of its own per later step. Step 0
     runs over whole rows; its last layer's queries and all later steps run at `places`.
+
+    `window`: how many places a query attends to; 0 for all.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], config: LayerConfig, projection: InputProjection | None, places: Places
+        self,
+        layers: Sequence[Layer],
+        config: LayerConfig,
+        projection: InputProjection | None,
+        places: Places,
+        window: int = 0,
     ):
         first, *others = layers
         self.layers = [FusedLayer(first, config, in_halves=True, projection=projection)]
         self.layers += [FusedLayer(layer, config) for layer in others]
         self.groups = config.num_attention_heads // config.num_key_value_heads
-        self.places = places
+        self.places, self.window = places, window
         self.entries: list[list[Entry]] = [[] for _ in layers]  # of each layer, one for each step
 
     def forward(self, projected: Tensor, hidden: Tensor, rotary: Rotary) -> Tensor:
@@ -373,7 +380,7 @@ class UnrolledLayers:
             whole = not later and layer is not self.layers[-1]
             if not later and not whole:
                 q, hidden = places.cut(q.transpose(1, 2)).transpose(1, 2), places.cut(hidden)
-            hidden = layer.finish(places.attend(q, entries[0], entries[1:], whole), hidden)
+            hidden = layer.finish(places.attend(q, entries[0], entries[1:], whole, self.window), hidden)
         return hidden
 
 
@@ -451,15 +458,24 @@ class CachedLayers:
         for index, layer in enumerate(self.layers):
             q, k, v = layer.split(layer.enter(hidden) if index else projected, rotary)
             k, v = cache.update(k, v, index)
-            hidden = layer.finish(fold_heads(q, k, v, masks[self.windows[index]]), hidden)
+            first, mask = masks[self.windows[index]]
+            hidden = layer.finish(fold_heads(q, k[:, :, first:], v[:, :, first:], mask), hidden)
         return hidden
 
-    def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:
-        """Return attention masks by window, `[B, 1, Q, used]`; None for all entries."""
-        if alone and not any(self.windows):
-            return {0: None}
+    def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, tuple[int, Tensor | None]]:
+        """Return by window the first entry that is read, and the mask of those from it on, `[B, 1, Q, ·]`; None: all.
+
+        So a draft costs the same at any length. In rounds of fixed shapes all entries are read.
+        """
+        shortest = 0 if cache.window is not None else min(cache.host_lengths)
+        firsts = {window: max(0, shortest + 1 - window) if window else 0 for window in set(self.windows)}
+        if alone:
+            return {window: (max(0, cache.placed.used - window) if window else 0, None) for window in firsts}
         visible, within = cache.visible(), cache.placed.within
-        return {window: (visible & within(window) if window else visible)[:, None] for window in set(self.windows)}
+        return {
+            window: (first, (visible & within(window) if window else visible)[:, None, :, first:])
+            for window, first in firsts.items()
+        }
 
 
 def copied(layers: Iterable[Any], projection: InputProjection | None = None) -> list[Tensor]:

@@ -60,9 +60,11 @@ class FeatureConfig(LayerConfig):
         feature_loss: weight of SmoothL1 between what the output embedding reads and the target's last hidden state, in
             units of the latter's root mean square, so that it means the same for every target.
         num_layers: decoder layers; the first reads embedding and hidden state.
+        sliding_window: how many places a draft attends to, its own included; 0 for all. Beyond the longest row that it
+            learned a head knows no others.
     """
 
-    least: ClassVar = {"num_layers": 1, "steps": 1, "feature_loss": 0}
+    least: ClassVar = {"num_layers": 1, "steps": 1, "feature_loss": 0, "sliding_window": 0}
     shares: ClassVar[tuple[str, ...]] = ("grow_steps",)
     words: ClassVar = {"weighting": ("decay", "reach")}
 
@@ -72,6 +74,15 @@ class FeatureConfig(LayerConfig):
     grow_steps: float = 0.0
     weighting: str = "decay"
     feature_loss: float = 0.0
+    sliding_window: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.sliding_window < self.steps + 2:
+            raise BadInputError(
+                f"drafter: a sliding_window of {self.sliding_window} is shorter than {self.steps} unrolled steps; give "
+                f"{self.steps + 2} or more, or 0 for none."
+            )
 
     @property
     def feeds_finished(self) -> bool:
@@ -93,7 +104,7 @@ class FeatureDrafter(LayerDrafter):
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
     # Settings that older heads have not, without an effect: so they are no part of a head's digest.
-    later: ClassVar[dict[str, Any]] = {"grow_steps": 0.0, "weighting": "decay"}
+    later: ClassVar[dict[str, Any]] = {"grow_steps": 0.0, "weighting": "decay", "sliding_window": 0}
 
     def identity_settings(self) -> dict[str, Any]:
         settings = super().identity_settings()
@@ -201,7 +212,8 @@ class FeatureDrafter(LayerDrafter):
         are as many as the config says.
         """
         places = places or WholeRows([0] * len(tokens), tokens.shape[1], tokens.device)
-        layers = UnrolledLayers(self.own_layers, self.config, self.input_projection, places)
+        window = self.config.sliding_window
+        layers = UnrolledLayers(self.own_layers, self.config, self.input_projection, places, window)
         first = layers.layers[0]
         state = self.disturb(self.fuse(hidden, first))
         read = self.read(target.embed(tokens).to(state.dtype), first)
@@ -219,6 +231,12 @@ class FeatureDrafter(LayerDrafter):
     ) -> NodeSession:
         cache = self.new_cache(target, batch_size, max_length + spare)
         return FeatureSession(self, target, cache, self.decoding_layers(max_length))
+
+    def _copy_layers(self, max_length: int) -> CachedLayers:
+        windows = [self.config.sliding_window] * len(self.layers)
+        return CachedLayers(
+            self.own_layers, self.config, self.rotary, max_length, windows, projection=self.input_projection
+        )
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.decoding_bytes(target, batch_size, max_length + spare, max_length)

@@ -43,7 +43,12 @@ class Span:
 
 
 def attend(
-    q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = (), spans: Sequence[Span] | None = None
+    q: Tensor,
+    first: Entry,
+    begins: Sequence[int],
+    own: Sequence[Entry] = (),
+    spans: Sequence[Span] | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Return attention of queries `[B, N, T', D]`, in their shape.
 
@@ -53,6 +58,7 @@ def attend(
         own: the entries of each later step, `[B, N, T', D]`; a query attends to the one at its own index.
         spans: the texts of rows that hold several, instead of `begins`: a query attends to entries of its own text; in
             no text, its result is arbitrary.
+        window: how many places a query attends to, its own and those of `own` included; 0 for all.
     """
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # as a product of matrices would be
@@ -60,8 +66,15 @@ def attend(
         q, first, own = q.to(dtype), _cast(first, dtype), [_cast(entry, dtype) for entry in own]
     kernel = fused(kind, q.dtype, q.shape[-1])
     if kernel is None:
-        return plain(q, first, begins, own, spans)
-    groups = _groups(kernel, begins, q.shape[2], first[0].shape[2]) if spans is None else _texts(kernel, spans)
+        return plain(q, first, begins, own, spans, window)
+    length = first[0].shape[2]
+    if window and spans is None:
+        every = slice(0, length)
+        spans = [Span(row, every, b, slice(0, min(q.shape[2], length - b))) for row, b in enumerate(begins)]
+    if spans is None:
+        groups = _groups(kernel, begins, q.shape[2], length)
+    else:
+        groups = _texts(kernel, spans, max(0, window - len(own)))
     return _Merged.apply(list(groups), q, *first, *(tensor for entry in own for tensor in entry))
 
 
@@ -70,12 +83,19 @@ def _cast(entry: Entry, dtype: torch.dtype) -> Entry:
 
 
 def plain(
-    q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = (), spans: Sequence[Span] | None = None
+    q: Tensor,
+    first: Entry,
+    begins: Sequence[int],
+    own: Sequence[Entry] = (),
+    spans: Sequence[Span] | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Return the result of `attend` from all scores, on devices without such a kernel."""
     keys, values = first
     places = torch.arange(keys.shape[2], device=q.device)
     earliest, last = _seen(begins, q.shape[2], q.device) if spans is None else _seen_in(spans, q)
+    if window:
+        earliest = earliest.maximum(last + 1 + len(own) - window)
     visible = ((places <= last[..., None]) & (places >= earliest[..., None]))[:, None]  # [B, 1, T', T]
     if not own:
         return nn.functional.scaled_dot_product_attention(q, keys, values, visible)
@@ -202,9 +222,10 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows that begin at the same place, or one text of a row.
+    """Rows that begin at the same place, one text of a row, or as many places of a text as a window reaches back.
 
-    Their queries attend to all entries before `begin`, and from there on to those up to their own index.
+    Their queries attend to all entries before `begin`, and from there on to those up to their own index. In a part of a
+    text they attend to fewer before it: the first query to the last `block`, each other one to one less.
     """
 
     kernel: Kernel
@@ -212,15 +233,14 @@ class _Group:
     entries: slice  # of the rows, that are theirs
     begin: int  # counted from the first of these
     queries: slice  # whose results are not arbitrary
+    block: int = 0  # of a part of a text, how many places it has, but for a shorter last one
 
     def inputs(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Inputs, Inputs]:
         """Return the inputs of both products: with the entries from `begin` on, and with those before."""
         q, keys, values = q[self.rows, :, self.queries], *(x[self.rows, :, self.entries] for x in (keys, values))
-        return (q, keys[:, :, self.begin :], values[:, :, self.begin :]), (
-            q,
-            keys[:, :, : self.begin],
-            values[:, :, : self.begin],
-        )
+        within = q, keys[:, :, self.begin :], values[:, :, self.begin :]
+        keys, values = (x[:, :, : self.begin].flip(2) if self.block else x[:, :, : self.begin] for x in (keys, values))
+        return within, (self._turned(q), keys, values)
 
     def forward(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the result and its log-sum-exp."""
@@ -228,7 +248,7 @@ class _Group:
         mixed, total = self.kernel.forward(*within, True)
         if not self.begin:
             return mixed, total
-        other, level = self.kernel.forward(*before, False)
+        other, level = (self._back(x, total.shape[2]) for x in self.kernel.forward(*before, bool(self.block)))
         return mixed.lerp(other, (level - total).sigmoid()[..., None].to(mixed.dtype)), torch.logaddexp(total, level)
 
     def backward(self, gradient: Tensor, inputs: Inputs, mixed: Tensor, total: Tensor) -> list[Tensor]:
@@ -237,9 +257,22 @@ class _Group:
         within, before = self.inputs(*inputs)
         slopes = list(self.kernel.backward(gradient, *within, mixed, total, True))
         if self.begin:
-            others = self.kernel.backward(gradient, *before, mixed, total, False)
-            slopes = [slopes[0] + others[0], *(torch.cat(pair, 2) for pair in zip(others[1:], slopes[1:], strict=True))]
+            gradient, mixed, total = (self._turned(x).contiguous() for x in (gradient, mixed, total))
+            others = self.kernel.backward(gradient, *before, mixed, total, bool(self.block))
+            of_queries, *earlier = (self._back(x, slopes[0].shape[2] if x is others[0] else self.begin) for x in others)
+            slopes = [slopes[0] + of_queries, *(torch.cat(pair, 2) for pair in zip(earlier, slopes[1:], strict=True))]
         return slopes
+
+    # In a part of a text the last query attends to the fewest entries before it, the nearest: with queries and entries
+    # in reverse order the product is a causal one.
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """Return what belongs to the queries, `[B, N, Q, …]`, as the product with the entries before them takes it."""
+        return nn.functional.pad(x, [0, 0] * (x.ndim - 3) + [0, self.block - x.shape[2]]).flip(2) if self.block else x
+
+    def _back(self, x: Tensor, count: int) -> Tensor:
+        """Return that product's result `[B, N, ·, …]` in the order of the text, the first `count` of it."""
+        return x.flip(2)[:, :, :count] if self.block else x
 
     def is_all_of(self, q: Tensor, keys: Tensor) -> bool:
         """Return whether it has all queries and keys."""
@@ -254,9 +287,20 @@ def _groups(kernel: Kernel, begins: Sequence[int], queries: int, length: int) ->
         yield _Group(kernel, rows, slice(0, length), begin, slice(0, min(queries, length - begin)))
 
 
-def _texts(kernel: Kernel, spans: Sequence[Span]) -> Iterator[_Group]:
+def _texts(kernel: Kernel, spans: Sequence[Span], window: int = 0) -> Iterator[_Group]:
+    """Return the groups of texts, in parts where `window` places, 0 for all, are less than a text."""
     for span in spans:
-        yield _Group(kernel, slice(span.row, span.row + 1), span.entries, span.begin, span.queries)
+        rows, begin = slice(span.row, span.row + 1), span.entries.start + span.begin
+        if not window or span.entries.stop - span.entries.start <= window:
+            yield _Group(kernel, rows, span.entries, span.begin, span.queries)
+            continue
+        size = window - 1
+        for start in range(span.queries.start, span.queries.stop, size):
+            count = min(size, span.queries.stop - start)
+            place = begin + start - span.queries.start
+            first = max(span.entries.start, place - size)
+            entries, queries = slice(first, place + count), slice(start, start + count)
+            yield _Group(kernel, rows, entries, place - first, queries, size)
 
 
 def _of_step_0(groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,7 +326,7 @@ def _slopes_of_step_0(
         places = (group.queries, group.entries, group.entries)
         gradients = group.backward(gradient, inputs, mixed, total)
         for slope, place, part in zip(slopes, places, gradients, strict=True):
-            slope[group.rows, :, place] = part
+            slope[group.rows, :, place] += part
     return slopes
 
 
@@ -339,12 +383,13 @@ class Places(ABC):
         """Return `x` `[B, T, ...]` at places `later` after the T', `[B, T', ...]`; after T anything."""
 
     @abstractmethod
-    def attend(self, q: Tensor, first: Entry, own: Sequence[Entry], whole: bool) -> Tensor:
+    def attend(self, q: Tensor, first: Entry, own: Sequence[Entry], whole: bool, window: int = 0) -> Tensor:
         """Return attention of queries `[B, N, T', D]`, in their shape; `whole`: queries `[B, N, T, D]` of all places.
 
         Args:
             first: the entries of step 0, `[B, N, T, D]`; a query attends to those of its text up to its place.
             own: those of each later step, `[B, N, T', D]`; it attends to the one at its place.
+            window: see the function `attend`.
         """
 
 
@@ -379,8 +424,8 @@ class WholeRows(Places):
             return x[:, begins[0] : begins[0] + self.width]
         return torch.stack([row[begin : begin + self.width] for row, begin in zip(x, begins, strict=True)])
 
-    def attend(self, q: Tensor, first: Entry, own: Sequence[Entry], whole: bool) -> Tensor:
-        return attend(q, first, [0] * len(self.begins) if whole else self.begins, own)
+    def attend(self, q: Tensor, first: Entry, own: Sequence[Entry], whole: bool, window: int = 0) -> Tensor:
+        return attend(q, first, [0] * len(self.begins) if whole else self.begins, own, window=window)
 
 
 class PackedRows(Places):
@@ -410,8 +455,8 @@ class PackedRows(Places):
         index = (self.at + later).clamp(max=x.shape[1] - 1)
         return x.gather(1, index.view(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
-    def attend(self, q: Tensor, first: Entry, own: Sequence[Entry], whole: bool) -> Tensor:
-        return attend(q, first, (), own, self.whole if whole else self.spans)
+    def attend(self, q: Tensor, first: Entry, own: Sequence[Entry], whole: bool, window: int = 0) -> Tensor:
+        return attend(q, first, (), own, self.whole if whole else self.spans, window)
 
 
 def _learned(documents: Documents, wanted: Tensor, before: int) -> list[Span]:

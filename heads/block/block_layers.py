@@ -187,12 +187,12 @@ class CachedBlocks(CachedLayers):
         positions = cache.place(self.mask.slots, 0, nodes, beyond=self.mask.slots)
         return self.forward(self.layers[0].enter(hidden), hidden, cache, positions, True)
 
-    def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:
+    def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, tuple[int, Tensor | None]]:
         window = self.mask.window
         if not (window and self.mask.from_anchor):
             return super()._masks(cache, alone)
         slots = torch.arange(cache.used, device=cache.lengths.device)
-        return {window: (cache.visible() & (slots >= cache.lengths[:, None] - window)[:, None])[:, None]}
+        return {window: (0, (cache.visible() & (slots >= cache.lengths[:, None] - window)[:, None])[:, None])}
 
 
 def context_parts(layers: Sequence[Layer]) -> list[nn.Linear]:

@@ -48,10 +48,10 @@ class PEagleConfig(Eagle3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.feature_loss or self.grow_steps or self.weighting != "decay":
+        if self.feature_loss or self.grow_steps or self.weighting != "decay" or self.sliding_window:
             raise BadInputError(
-                "peagle: feature_loss, grow_steps and weighting are of heads that read their own outputs; leave them "
-                "out."
+                "peagle: feature_loss, grow_steps, weighting and sliding_window are of heads that read their own "
+                "outputs; leave them out."
             )
 
     def sizes(self, target: Target) -> dict[str, Any]:

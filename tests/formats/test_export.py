@@ -28,9 +28,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"norm_taps": True, "num_layers": 2, "draft_vocab_size": 0},
         {"taps": [1, 4], "norm_output": True, "num_attention_heads": 2, "head_dim": 16},
         {"rope_parameters": LINEAR_ROPE},
+        {"num_layers": 2, "sliding_window": 7},
     ],
     "eagle1": [
         {},
+        {"num_layers": 2, "sliding_window": 7},
         {"fc_bias": True, "embedding_scale": 16.0, "feature_scale": 0.5},
         {"num_layers": 2},
         {"norm_first": True},
@@ -75,6 +77,7 @@ CASES = [
     for to, layouts in LAYOUTS.items()
     for kind in layouts
     for settings in VARIANTS.get(kind, [])  # mtp needs a target of another family: tests/heads/test_mtp.py
+    if layouts[kind].keeps_window or "sliding_window" not in settings
 ]
 
 
@@ -97,6 +100,14 @@ def test_what_leaves_is_read_as_it_was_measured_and_comes_back_bit_for_bit(
     save_whole(back, tmp_path / "kept")
     for other in (back, load_drafter(tmp_path / "kept", target)):
         assert torch.equal(session_logits(other, target, passage), session_logits(drafter, target, passage))
+
+
+@pytest.mark.parametrize(("to", "kind"), [("sglang", "eagle1"), ("sglang", "eagle3"), ("eagle", "eagle1")])
+def test_a_window_that_an_engine_has_not_is_told_of(target, make_drafter, tmp_path, to, kind, caplog):
+    """Up to its length drafts are the same."""
+    export_drafter(make_drafter(kind, sliding_window=300), target, to, tmp_path / "out", 3)
+    assert f"{to} has no sliding window for this drafter: beyond 300 tokens its drafts are others" in caplog.text
+    assert import_drafter(tmp_path / "out", target).config.sliding_window == 0
 
 
 @pytest.mark.parametrize("scale", [0.3, 0.25])

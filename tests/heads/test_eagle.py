@@ -73,6 +73,8 @@ VARIANTS: dict[str, tuple[Maker, dict]] = {
     "eagle1, scaled inputs": (eagle1, {"embedding_scale": 9.0, "feature_scale": 0.3}),
     "eagle1, bias": (eagle1, {"fc_bias": True}),
     "eagle1, two layers": (eagle1, {"num_layers": 2}),
+    "eagle1, within 6 places": (eagle1, {"sliding_window": 6}),
+    "eagle3, two layers, within 7 places": (eagle3, {"num_layers": 2, "sliding_window": 7}),
     "eagle1, three layers, all norms": (eagle1, {"num_layers": 3, "norm_first": True}),
 }
 
@@ -105,6 +107,19 @@ def test_a_head_whose_weights_have_changed_decodes_with_the_new_ones(target, dra
         expected = first[torch.arange(3), torch.tensor([3, 6, 1])]
         decoded = decoded_logits(drafter, target, tokens, [[4], [7], [2]], 1)[0][0]
         torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_draft_within_a_window_attends_to_no_place_before_it(target, name):
+    """One layer; later steps read the first one's output, which knows as much."""
+    drafter, tokens = BOTH[name](target, sliding_window=6), sequences(1)
+    hidden = features(target, drafter, tokens).requires_grad_()
+    outputs = drafter.unroll(target, tokens, hidden)
+    for output in outputs:
+        gradient = torch.autograd.grad(output[0, 15].sum(), hidden, retain_graph=True)[0].abs().sum((0, 2, 3))
+        assert (gradient > 0).nonzero().flatten().tolist() == list(range(10, 16))
+    with pytest.raises(BadInputError, match="shorter than 4 unrolled steps"):
+        BOTH[name](target, sliding_window=5)
 
 
 def test_every_step_changes_the_logits(target, drafter):

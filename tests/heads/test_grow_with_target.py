@@ -91,7 +91,8 @@ def test_draft_logits_are_those_of_the_old_drafter(grown, name):
     steps = min(3, drafter.max_depth or 3)
     starts = [[2, 5, 6], [1, 4, 8]]
     before = decoded_logits(drafter, source, TOKENS, starts, steps)
-    larger = grow_drafter(drafter, source, target, like=AutoConfig.for_model("llama", **SIZES | {"hidden_size": target.hidden_size}))
+    like = AutoConfig.for_model("llama", **SIZES | {"hidden_size": target.hidden_size})
+    larger = grow_drafter(drafter, source, target, like=like)
     after = decoded_logits(larger, target, TOKENS, starts, steps)
     for old, new in zip(chain.from_iterable(before), chain.from_iterable(after), strict=True):
         width = old.shape[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -131,6 +132,48 @@ def test_values_and_gradients_of_packed_rows_are_the_plain_ones(steps):
         assert bool(found.isfinite().all())
         both.append([found.detach() * means, *torch.autograd.grad((found * slope).sum(), tensors)])
     torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [8, 20, 33, 69])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_values_and_gradients_within_a_window_are_the_plain_ones(steps, window):
+    """Texts of 20, 50 and 33 places: none, some or all of them are longer than it."""
+    slope = torch.randn(ROWS, HEADS, KEPT, SIZE, generator=torch.Generator().manual_seed(2))
+    means = torch.zeros(ROWS, 1, KEPT, 1)
+    for span in SPANS:
+        means[span.row, :, span.queries] = 1
+    both = []
+    for way in (attend, plain):
+        tensors = q, keys, values, *own = packed_inputs(steps)
+        found = way(q, (keys, values), (), list(zip(own[::2], own[1::2], strict=True)), SPANS, window) * means
+        both.append([found.detach(), *torch.autograd.grad((found * slope).sum(), tensors)])
+    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("begins", BEGINS.values(), ids=BEGINS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_whole_rows_have_windows_too(begins, steps):
+    ways = (partial(way, window=12) for way in (attend, plain))
+    for found, expected in zip(*(gathered(way, begins, steps) for way in ways), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", [attend, plain])
+def test_what_lies_before_the_window_changes_nothing(way):
+    """A query of a later step stands as many places later, and so does the first place that it attends to."""
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values, key, value = torch.randn(5, 1, HEADS, LENGTH, SIZE, generator=generator)
+    for own in ([], [(key, value)], [(key, value)] * 3):
+        found = way(q, (keys, values), (0,), own, window=10)
+        place, first = 40, 40 + len(own) + 1 - 10
+        scores = torch.cat(
+            [torch.einsum("nd,nkd->nk", q[0, :, place], keys[0, :, first : place + 1])]
+            + [(q[0, :, place] * k[0, :, place]).sum(-1, keepdim=True) for k, _ in own],
+            -1,
+        )
+        gathered_values = torch.cat([values[0, :, first : place + 1], *(v[0, :, place, None] for _, v in own)], 1)
+        expected = (scores * SIZE**-0.5).softmax(-1)[:, None] @ gathered_values
+        torch.testing.assert_close(found[0, :, place], expected[:, 0])
 
 
 @pytest.mark.parametrize("way", [attend, plain])

@@ -57,6 +57,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dflash, pruned": {"draft_vocab_size": 20},
     "dflash2": {"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 64},
     "dspark": {},
+    "lilicorr": {"lilicorr_hidden_size": 16, "lilicorr_candidate_topk": 64},
+    "lilicorr, as wide as its target": {"lilicorr_candidate_topk": 64, "lilicorr_num_heads": 4},
     "dspark, gated": {"markov_head": "gated"},
     "dspark, rnn": {"markov_head": "rnn"},
     "self_speculative": {},
@@ -91,7 +93,9 @@ def test_draft_logits_are_those_of_the_old_drafter(grown, name):
     steps = min(3, drafter.max_depth or 3)
     starts = [[2, 5, 6], [1, 4, 8]]
     before = decoded_logits(drafter, source, TOKENS, starts, steps)
-    larger = grow_drafter(drafter, source, target, like=AutoConfig.for_model("llama", **SIZES | {"hidden_size": target.hidden_size}))
+    larger = grow_drafter(
+        drafter, source, target, like=AutoConfig.for_model("llama", **SIZES | {"hidden_size": target.hidden_size})
+    )
     after = decoded_logits(larger, target, TOKENS, starts, steps)
     for old, new in zip(chain.from_iterable(before), chain.from_iterable(after), strict=True):
         width = old.shape[-1]

@@ -23,7 +23,17 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..common import IncompatibleError
-from ..heads import DFlash, DFlash2, DFlash2Config, DFlashConfig, Drafter, DSpark, DSparkConfig
+from ..heads import (
+    DFlash,
+    DFlash2,
+    DFlash2Config,
+    DFlashConfig,
+    Drafter,
+    DSpark,
+    DSparkConfig,
+    LiLiCorr,
+    LiLiCorrConfig,
+)
 from ..targets import Target
 from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking
 from .engine_logits import Layers, ProbeSequence, Weights, output_table
@@ -37,8 +47,15 @@ CLASSES: dict[str, tuple[type[DFlash], type[DFlashConfig], str]] = {
     "dflash": (DFlash, DFlashConfig, "DFlashDraftModel"),
     "dflash2": (DFlash2, DFlash2Config, "DFlash2DraftModel"),
     "dspark": (DSpark, DSparkConfig, "DSparkDraftModel"),
+    "lilicorr": (LiLiCorr, LiLiCorrConfig, "LiLiCorrDraftModel"),
 }
-_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
+_LATTICE = ("candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim")
+# What stands in files, under the names of our settings, of drafters that choose among candidates.
+_SELECTOR: dict[type[DFlashConfig], tuple[str, ...]] = {
+    DFlash2Config: (*_CONVOLUTIONS, "selector_rank", "selector_top_k"),
+    LiLiCorrConfig: (*_CONVOLUTIONS, *(f"lilicorr_{name}" for name in (*_LATTICE, "logit_scale", "vector_eps"))),
+}
 # How names of our codebooks end, which the format has as tensors of no module.
 _CODEBOOK = "codebook.weight", "codebook"
 
@@ -182,7 +199,7 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
             causal=sliding and not config.get("sliding_window_non_causal", False),
             window=int(layer["sliding_window"]) if sliding else None,
             markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
-            selector=selector_fields(config, where) if kind == "dflash2" else {},
+            selector=selector_fields(self.drafter, config, where),
         )
 
 
@@ -218,11 +235,12 @@ def require_servable(drafter: DFlash, depth: int) -> None:
             f"this {drafter.name} drafter has learned its mask, and engines embed a token in its place; train it with "
             "a drafter.mask_token_id that no text has."
         )
-    if depth != drafter.max_depth and not drafter.config.causal:
+    whole = not drafter.config.causal or isinstance(drafter, LiLiCorr)  # which scores the candidates of all drafts
+    if depth != drafter.max_depth and whole:
         raise IncompatibleError(
             f"engines read as many slots as they draft, and a block of this {drafter.name} drafter is read whole: it "
             f"was trained for {drafter.max_depth} drafts, {depth} were asked for; export it with depth "
-            f"{drafter.max_depth}, or train it with drafter.causal."
+            f"{drafter.max_depth}{'' if drafter.config.causal else ', or train it with drafter.causal'}."
         )
 
 
@@ -238,16 +256,22 @@ def layer_config(config: DFlashConfig) -> dict[str, Any]:
     }
 
 
-def selector_fields(fields: Mapping[str, Any], where: str) -> dict[str, int]:
-    """Return the settings of DFlash2's convolutions and selector; raise BadInputError if one is missing."""
-    require_fields(dict(fields), _SELECTOR, where)
-    return {name: int(fields[name]) for name in _SELECTOR}
+def selector_fields(drafter: str, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings by which a drafter of this type chooses among candidates; {} for one that does not.
+
+    Raises BadInputError if one is missing. LiLiCorr's convolutions may be: it has none then.
+    """
+    config: Any = CLASSES[drafter][1]
+    names = _SELECTOR.get(config, ())
+    given = dict.fromkeys(_CONVOLUTIONS, 0) | dict(fields) if config is LiLiCorrConfig else dict(fields)
+    require_fields(given, names, where)
+    return {name: type(getattr(config, name))(given[name]) for name in names}
 
 
 def head_fields(config: DFlashConfig) -> dict[str, Any]:
-    """Return the fields of what DFlash2 and DSpark have beside DFlash, which are the same in every layout."""
-    if isinstance(config, DFlash2Config):
-        return {name: getattr(config, name) for name in _SELECTOR}
+    """Return the fields of what drafters have beside DFlash, which are the same in every layout."""
+    if names := _SELECTOR.get(type(config)):
+        return {name: getattr(config, name) for name in names}
     if not isinstance(config, DSparkConfig):
         return {}
     return {
@@ -269,7 +293,7 @@ class BlockFlags:
     causal: bool  # a slot attends to the slots up to its own
     window: int | None  # of the context, counted back from the anchor; None for all of it
     markov: str | None = None  # the kind of a Markov head; None for none
-    selector: Mapping[str, int] = field(default_factory=dict)  # settings of DFlash2 beside DFlash's; {} without
+    selector: Mapping[str, Any] = field(default_factory=dict)  # of the choice among candidates; {} without one
 
 
 @torch.no_grad()
@@ -293,7 +317,9 @@ def block_logits(
     before = torch.cat([passage.tokens[-1:], passage.drafts])
     if flags.markov is not None:
         logits = logits + _bias(weights, flags.markov, before, states)
-    if flags.selector:
+    if "lilicorr_candidate_topk" in flags.selector:
+        logits = _correlated(weights, flags, passage, context[-1], states, logits)
+    elif flags.selector:
         logits = _selected(weights, flags.selector["selector_top_k"], before, states, logits)
     return weights.over_target(logits, len(passage.table))
 
@@ -350,6 +376,62 @@ def _selected(weights: Weights, count: int, before: Tensor, states: Tensor, logi
     context = weights(f"{at}predecessor_codebook")[before] * weights.linear(states, f"{at}hidden_projection")
     scores = torch.einsum("kr,kcr->kc", context, weights(f"{at}successor_codebook")[candidates])
     return torch.full_like(logits, -torch.inf).scatter(1, candidates, best + scores)
+
+
+def _correlated(
+    weights: Weights, flags: BlockFlags, passage: ProbeSequence, anchor: Tensor, states: Tensor, logits: Tensor
+) -> Tensor:
+    """Return the scores of LiLiCorr's candidates after each draft of the passage, `[k, V]`; −inf for other tokens.
+
+    A token that is no candidate passes for the first one; no engine drafts any.
+
+    Args:
+        anchor: the fused hidden state before the root, `[H]`.
+        states: of the drafts, `[k, H]`.
+        logits: from which candidates are taken, `[k, V]`.
+    """
+    at, chosen = "lilicorr.", flags.selector
+    scale, eps, count = (chosen[f"lilicorr_{name}"] for name in ("logit_scale", "vector_eps", "candidate_topk"))
+    heads, drafts = chosen["lilicorr_num_heads"], len(states)
+
+    def perceptron(name: str, x: Tensor) -> Tensor:
+        return weights.linear(functional.silu(weights.linear(x, f"{at}{name}.up_proj")), f"{at}{name}.down_proj")
+
+    best, candidates = logits.log_softmax(-1).topk(count)
+    ranks = torch.arange(count).to(best)
+    features = [best, best.exp(), best - best[:, :1], (ranks / max(count - 1, 1)).expand_as(best)]
+    read = torch.stack([*features, (ranks == 0).to(best).expand_as(best)], -1)
+    weight, bias = (weights(f"{at}feature_norm.{name}") for name in ("weight", "bias"))
+    hidden = perceptron("feature_mlp", functional.layer_norm(read, weight.shape, weight, bias))
+    embedded = functional.embedding(candidates, passage.table.float())
+    own = f"{at}token_proj"
+    hidden = hidden + (weights.linear(embedded, own) if f"{own}.weight" in weights else embedded)
+    hidden = hidden + weights.linear(states, f"{at}pass_hidden_proj")[:, None]
+    hidden = hidden + weights(f"{at}slot_embedding")[0, 0, :drafts] + weights(f"{at}rank_embedding")[0, 0]
+    hidden, slots = hidden.flatten(0, 1), torch.arange(drafts).repeat_interleave(count).to(states.device)
+    apart = slots[:, None] - slots
+    added = weights(f"{at}relative_slot_bias")[:, apart + flags.slots - 1]
+    added = added + (apart == 0) * weights(f"{at}same_slot_bias")[:, None, None]
+    for index in range(chosen["lilicorr_num_layers"]):
+        layer = f"{at}layers.{index}."
+        x = weights.norm(hidden, f"{layer}attn_norm")
+        x = functional.linear(x, weights(f"{layer}attn.in_proj_weight"), weights(f"{layer}attn.in_proj_bias"))
+        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(0, 1) for y in x.chunk(3, -1))
+        mixed = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5 + added).softmax(-1) @ v
+        hidden = hidden + weights.linear(mixed.transpose(0, 1).flatten(1), f"{layer}attn.out_proj")
+        hidden = hidden + perceptron(f"{layer.removeprefix(at)}mlp", weights.norm(hidden, f"{layer}mlp_norm"))
+    hidden = weights.norm(hidden, f"{at}output_norm")
+    anchor = weights.norm(weights.linear(anchor, f"{at}context_proj"), f"{at}anchor_norm")
+    both = torch.cat([hidden, anchor.expand_as(hidden), hidden * anchor], -1)
+    factors = functional.silu(weights.linear(both, f"{at}factor_input_proj"))
+    first, out, entering = (
+        functional.normalize(weights.linear(x, f"{at}{name}_head"), dim=-1, eps=eps)
+        for name, x in (("anchor_out", anchor), ("out", factors), ("in", factors))
+    )
+    places = (candidates[:-1] == passage.drafts[:, None]).int().argmax(-1)  # of the drafts; 0 for any other token
+    before = torch.cat([first[None], out.view(drafts, count, -1)[:-1][torch.arange(drafts - 1), places]])
+    scores = scale * torch.einsum("kcf,kf->kc", entering.view(drafts, count, -1), before)
+    return torch.full_like(logits, -torch.inf).scatter(1, candidates, scores)
 
 
 def _bias(weights: Weights, kind: str, before: Tensor, states: Tensor) -> Tensor:

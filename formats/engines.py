@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
         "dflash": SpeculatorsBlocks("dflash", vllm=True),
         "dflash2": SpeculatorsBlocks("dflash2", vllm=True),
         "dspark": SpeculatorsBlocks("dspark", vllm=True),
+        "lilicorr": ZLab("lilicorr"),
     },
     "speculators": {
         "eagle3": Speculators(),
@@ -54,6 +55,7 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
         "dflash": ZLab("dflash"),
         "dflash2": ZLab("dflash2"),
         "dspark": DeepSpec(),
+        "lilicorr": ZLab("lilicorr", numbered=True),
     },
     "z-lab": {"dflash": ZLab("dflash"), "dflash2": ZLab("dflash2")},
     "deepspec": {"dspark": DeepSpec()},
@@ -75,6 +77,7 @@ KNOWN: tuple[ExportLayout, ...] = (
     SpeculatorsBlocks("dspark"),
     ZLab("dflash"),
     ZLab("dflash2"),
+    ZLab("lilicorr"),
     DeepSpec(),
     Sglang(),
     MedusaRepository(),
@@ -201,6 +204,7 @@ _SGLANG_ALGORITHMS = {
     "dflash": "DFLASH",
     "dflash2": "DFLASH",
     "dspark": "DSPARK",
+    "lilicorr": "DFLASH",
 }
 
 
@@ -215,7 +219,7 @@ def lora_words(adapter: Mapping[str, Any]) -> list[str]:
 
 
 def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str, rates: Sequence[float]) -> EngineLaunch:
-    method = {"eagle1": "eagle", "dflash2": "dflash"}.get(drafter, drafter)
+    method = {"eagle1": "eagle", "dflash2": "dflash", "lilicorr": "dflash"}.get(drafter, drafter)
     settings: dict[str, Any] = {"method": method, "model": folder, "num_speculative_tokens": depth}
     if drafter == "mtp":  # the drafter is a part of the target's checkpoint
         target = str(settings.pop("model"))
@@ -236,7 +240,7 @@ def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> E
         "speculative-eagle-topk": 1,
         "speculative-num-draft-tokens": depth + 1,
     }
-    if drafter in ("dflash", "dflash2", "dspark"):  # one pass, one token at each place
+    if drafter in ("dflash", "dflash2", "dspark", "lilicorr"):  # one pass, one token at each place
         del settings["speculative-num-steps"], settings["speculative-eagle-topk"]
     if drafter == "mtp":
         target = str(settings.pop("speculative-draft-model-path"))

@@ -1,7 +1,7 @@
 """Lint: what is wrong or unusual in a drafter's files, and what an engine would do with it. Nothing is run.
 
 Each check takes a checkpoint and yields its findings. First come the checks of every layout, then those of EAGLE-3,
-then those of block drafters (DFlash, DFlash2, DSpark).
+then those of block drafters (DFlash, DFlash2, DSpark, LiLiCorr).
 
 Shapes: H hidden size, V target vocabulary, V' the draft vocabulary.
 """
@@ -457,7 +457,7 @@ def block_architecture(view: CheckpointView) -> Findings:
     """Find architectures under which an engine would take the drafter for another one."""
     names, own = list(view.config.get("architectures") or []), BLOCKS[view.layout.drafter][2]
     projector = _part(view, "dflash_config").get("projector_type", view.config.get("projector_type"))
-    if projector is not None:
+    if projector not in (None, view.layout.drafter):
         engine = "SGLang drops such heads without a word and reads the first slot as the root; TensorRT-LLM reads them."
         yield fault("projector", f"projector_type is {projector!r} under {', '.join(names)}.", engine)
     if _is_raw(view) and "DSparkDraftModel" in names:
@@ -498,6 +498,7 @@ CHECKS = {
     "dflash": _BLOCKS,
     "dflash2": _BLOCKS,
     "dspark": (*_BLOCKS, dspark_heads),
+    "lilicorr": _BLOCKS,
 }
 
 

@@ -1,20 +1,23 @@
-"""Block drafters as their own repositories keep them: DFlash and DFlash2 of z-lab, DSpark of DeepSpec.
+"""Block drafters as their own repositories keep them: DFlash and DFlash2 of z-lab, LiLiCorr of NVIDIA, DSpark of
+DeepSpec.
 
-Both are a flat Qwen3 config with a few more fields, and tensors under our names. Taps are counted as outputs of layers:
-layer i's output is HF `hidden_states[i + 1]`, and −1 stands for the embeddings. SGLang reads both; it drops tensors
-whose names it does not know. Neither defines how a sliding window is counted, so there is none.
+All are a flat Qwen3 config with a few more fields, and tensors under our names. Taps are counted as outputs of layers:
+layer i's output is HF `hidden_states[i + 1]`, and −1 stands for the embeddings. SGLang reads them; it drops tensors
+whose names it does not know. None defines how a sliding window is counted, so there is none.
 
 Shapes: V target vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from ..common import IncompatibleError
-from ..heads import DFlash, DFlashConfig, DSpark, DSparkConfig
+from ..heads import DFlash, DFlashConfig, DSpark, DSparkConfig, LiLiCorrConfig
 from ..targets import Target
 from .base_layout import DrafterFiles, Unsupported, pruned_lacking, with_prefix
 from .blocks import (
@@ -31,7 +34,7 @@ from .blocks import (
     require_servable,
     selector_fields,
 )
-from .engine_logits import embedding_table, output_table
+from .engine_logits import ProbeSequence, embedding_table, output_table
 from .llama import EMBEDDINGS, check_embeddings, require_fields, require_same_rows
 from .speculators import tapped_embeddings, taps_lacking
 
@@ -39,6 +42,15 @@ TAPS = "target_layer_ids"
 OUTPUT = "lm_head.weight"
 # Names that SGLang reads, too, and the usual ones.
 _ALSO = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+# Parts of LiLiCorr's feed-forwards where they are numbered, and their names.
+_NUMBERED = {
+    ".feature_mlp.0.": ".feature_norm.",
+    ".feature_mlp.1.": ".feature_mlp.up_proj.",
+    ".feature_mlp.3.": ".feature_mlp.down_proj.",
+    ".mlp.0.": ".mlp.up_proj.",
+    ".mlp.2.": ".mlp.down_proj.",
+}
+_SERVED_CANDIDATES = (1, 2, 4, 8, 16)
 
 
 class RawBlocks(BlockLayout[B, C]):
@@ -55,24 +67,39 @@ class RawBlocks(BlockLayout[B, C]):
         return name
 
     def read(self, files: DrafterFiles, target: Target) -> B:
-        usual = {self.plain_name(name): tensor for name, tensor in files.tensors.items()}
-        return super().read(replace(files, tensors=usual), target)
+        return super().read(self._usual(files), target)
+
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        return super().logits(self._usual(files), target, passage)
+
+    def _usual(self, files: DrafterFiles) -> DrafterFiles:
+        """Return the files with tensors under their usual names."""
+        return replace(files, tensors={self.plain_name(name): tensor for name, tensor in files.tensors.items()})
 
     def lacks(self, config: C, num_layers: int) -> list[Unsupported]:
         lacks = taps_lacking(config.taps, num_layers) if config.taps else []
         if config.sliding_window:
-            why, nearest = "this layout does not define how a window is counted", "sliding_window: 0, or speculators"
+            why = "this layout does not define how a window is counted"
+            nearest = f"sliding_window: 0{'' if self.drafter == 'lilicorr' else ', or speculators'}"
             lacks.append(Unsupported(f"sliding_window: {config.sliding_window}", why, nearest))
         return lacks + pruned_lacking(config, "it drafts with the target's own output embedding")
 
 
 class ZLab(RawBlocks[DFlash, DFlashConfig]):
-    """Drafters as z-lab publishes them: dflash, or dflash2."""
+    """Drafters as z-lab publishes them, dflash or dflash2; or a lilicorr drafter, as NVIDIA exports it.
+
+    Args:
+        drafter: its type.
+        numbered: LiLiCorr's feed-forwards are numbered, as NVIDIA's and SGLang's are. vLLM's have names, as ours.
+    """
 
     name = "z-lab"
 
-    def __init__(self, drafter: str):
-        self.drafter = drafter
+    def __init__(self, drafter: str, numbered: bool = False):
+        self.drafter, self.numbered = drafter, numbered
+
+    def plain_name(self, name: str) -> str:
+        return _of_lilicorr(super().plain_name(name), _NUMBERED)
 
     def lacks(self, config: DFlashConfig, num_layers: int) -> list[Unsupported]:
         lacks = super().lacks(config, num_layers)
@@ -80,6 +107,10 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
             lacks.append(tapped_embeddings(config.taps))
         if config.from_anchor:
             lacks.append(DRAFTS_FROM_ANCHOR)
+        if isinstance(config, LiLiCorrConfig) and (count := config.lilicorr_candidate_topk) not in _SERVED_CANDIDATES:
+            nearest = max(n for n in _SERVED_CANDIDATES if n <= count)
+            setting = f"lilicorr_candidate_topk: {count}"
+            lacks.append(Unsupported(setting, "engines serve 1, 2, 4, 8 or 16", f"lilicorr_candidate_topk: {nearest}"))
         return lacks
 
     def write(self, drafter: DFlash, target: Target, depth: int) -> DrafterFiles:
@@ -96,7 +127,11 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
                 **head_fields(config),
             },
         }
-        return DrafterFiles(values, own_tensors(drafter))
+        tensors = own_tensors(drafter)
+        if self.numbered:
+            numbers = {name: number for number, name in _NUMBERED.items()}
+            tensors = {_of_lilicorr(name, numbers): tensor for name, tensor in tensors.items()}
+        return DrafterFiles(values, tensors)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return CLASSES[self.drafter][2] in _architectures(config)
@@ -105,7 +140,7 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
         own = dict(config.get("dflash_config") or {})
         slots: Any = config.get("block_size", own.get("block_size"))  # it stands in either place
         require_fields(own | {"block_size": slots}, (TAPS, "mask_token_id", "block_size"), where)
-        if (projector := own.get("projector_type", config.get("projector_type"))) is not None:
+        if (projector := own.get("projector_type", config.get("projector_type"))) not in (None, self.drafter):
             raise IncompatibleError(
                 f"{where}: projector_type is {projector!r}: this is no plain DFlash drafter, though its architecture "
                 "says so. Take the drafter's files in its own layout (for DSpark: speculators, or DeepSpec)."
@@ -118,7 +153,7 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
             from_anchor=bool(own.get("shift_label", False)),
             causal=bool(own.get("causal", own.get("is_causal", config.get("is_causal", False)))),
             window=None,
-            selector=selector_fields(own, where) if self.drafter == "dflash2" else {},
+            selector=selector_fields(self.drafter, own, where),
         )
 
 
@@ -172,6 +207,13 @@ class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
         if (output := files.tensors.get(OUTPUT)) is not None:
             require_same_rows(output, output_table(target), OUTPUT, files.folder)
         return super().read(files, target)
+
+
+def _of_lilicorr(name: str, parts: Mapping[str, str]) -> str:
+    """Return the name of a tensor with `parts` renamed, if it is LiLiCorr's own."""
+    for old, new in parts.items() if name.startswith("lilicorr.") else ():
+        name = name.replace(old, new)
+    return name
 
 
 def _architectures(config: dict[str, Any]) -> set[str]:

@@ -6,6 +6,7 @@ from .base import Drafter, DrafterLoss, TargetBatch
 from .block.dflash import DFlash, DFlashConfig
 from .block.dflash2 import DFlash2, DFlash2Config
 from .block.dspark import DSpark, DSparkConfig
+from .block.lilicorr import LiLiCorr, LiLiCorrConfig
 from .draft_model import DraftModel, DraftModelConfig
 from .eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from .lookup.fusion import Cascade, CascadeConfig, Fusion, FusionConfig, fuse
@@ -34,6 +35,7 @@ HEADS |= {
     "eagle3": Eagle3,
     "fusion": Fusion,
     "hydra": Hydra,
+    "lilicorr": LiLiCorr,
     "lookahead": Lookahead,
     "medusa": Medusa,
     "mtp": Mtp,
@@ -52,7 +54,8 @@ __all__ += ["Abilities", "ChainSession", "Choose", "Ended", "NoDraftSession", "N
 __all__ += ["TextSession"]
 __all__ += ["Cascade", "Fusion", "Lookahead", "Ngram", "SelfSpeculative", "Suffix", "fuse"]
 __all__ += ["CascadeConfig", "FusionConfig", "LookaheadConfig", "NgramConfig", "SelfSpeculativeConfig", "SuffixConfig"]
-__all__ += ["DFlash", "DFlash2", "DSpark", "DraftModel", "Eagle1", "Eagle3", "Hydra", "LowRank", "Medusa", "Mtp"]
-__all__ += ["PEagle", "Pard", "Uno"]
+__all__ += ["DFlash", "DFlash2", "DSpark", "DraftModel", "Eagle1", "Eagle3", "Hydra", "LiLiCorr", "LowRank"]
+__all__ += ["Medusa", "Mtp", "PEagle", "Pard", "Uno"]
 __all__ += ["DFlash2Config", "DFlashConfig", "DSparkConfig", "DraftModelConfig", "Eagle1Config", "Eagle3Config"]
-__all__ += ["HydraConfig", "LowRankConfig", "MedusaConfig", "MtpConfig", "PEagleConfig", "PardConfig", "UnoConfig"]
+__all__ += ["HydraConfig", "LiLiCorrConfig", "LowRankConfig", "MedusaConfig", "MtpConfig", "PEagleConfig"]
+__all__ += ["PardConfig", "UnoConfig"]

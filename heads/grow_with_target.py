@@ -21,7 +21,7 @@ from .base import Drafter, HeadDrafter
 from .draft_model import DraftModel
 from .mtp_checkpoint import layer_values
 
-_BLOCKS: Final = ("dflash", "dflash2", "dspark")
+_BLOCKS: Final = ("dflash", "dflash2", "dspark", "lilicorr")
 _KINDS: Final = (*_BLOCKS, "eagle1", "eagle3", "hydra", "medusa", "mtp", "peagle", "self_speculative")
 _NORMED = 2.0**-6  # of the constant channel where a norm has made it larger
 _FED_BACK = 2.0**-4  # of the constant channel in a final norm whose output is read again
@@ -69,6 +69,8 @@ class _GrownHead:
                 f"new tokens: at most {most:,}."
             )
         self.config = replace(head.config, **self._settings())
+        if getattr(head.config, "lilicorr_hidden_size", 0) == self.config.hidden_size != head.config.hidden_size:
+            raise IncompatibleError("a LiLiCorr whose transformer is as wide as the grown target cannot be grown.")
         kind = next(head.parameters())
         self.weights = GrownWeights(self._layers(), kind.dtype, kind.device)  # of the head's own sizes
         self.feeds_normed = head.name != "mtp" and bool(getattr(head.config, "norm_output", False))
@@ -126,6 +128,8 @@ class _GrownHead:
         module, is_bias = path[-2] if len(path) > 1 else name, path[-1] == "bias"
         if path[-1] == "base_kernel":
             return weights.vector(shape, self.old[name])
+        if path[0] == "lilicorr":
+            return self._of_correlator(name, shape)
         if module == "kernel_projection":
             residual, kernels = self.target.residual, 2 * self.config.conv_kernel_size
             groups = residual.divided(self.config.conv_group_size).repeated(kernels)
@@ -158,6 +162,16 @@ class _GrownHead:
             return old.clone()
         rows, columns = self._axes(path, old, shape)
         return weights.matrix(shape, rows, columns, old)
+
+    def _of_correlator(self, name: str, shape: torch.Size) -> Tensor:
+        """Return a weight of LiLiCorr's transformer, which stays as wide as it was."""
+        module, leaf = name.split(".")[-2:]
+        old: Tensor | None = self.old.get(name)
+        if old is None:  # it was as wide as the target, and read embeddings without a projection
+            old = torch.eye(shape[0]) if leaf == "weight" else torch.zeros(shape)
+        if module not in ("token_proj", "pass_hidden_proj", "context_proj") or leaf == "bias":
+            return old.to(**self.weights.kind).clone()
+        return self.weights.matrix(shape, Axis.first(shape[0], shape[0]), self.target.residual, old)
 
     def _axes(self, path: list[str], old: Tensor, shape: torch.Size) -> tuple[Axis, Axis]:
         """Return the spaces of a weight of a small head beside the layers."""

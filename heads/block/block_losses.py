@@ -344,16 +344,20 @@ class BlockLearning:
 
 @dataclass
 class FollowingLearning(BlockLearning):
-    """The comparison of drafts that depend on the token before each: on a code of it, `drafter.code`."""
+    """The comparison of drafts that depend on more than their states: on a code of the token before each."""
 
     drafter: Any
 
     def states(self, states: Tensor) -> Tensor:
-        # The codes stand beside the states: so their gradients are rows, not whole matrices for every part.
-        codes = self.drafter.code(self.targets.before_tokens(self.batch.tokens))
-        return torch.cat([states, codes.to(states.dtype)], -1)
+        # What they depend on stands beside the states: so its gradients are rows, not whole matrices for every part.
+        return torch.cat([states, self.beside().to(states.dtype)], -1)
+
+    def beside(self) -> Tensor:
+        """Return what stands beside each draft's state, `[A, k, r]`: `drafter.code` of the token before it."""
+        codes: Tensor = self.drafter.code(self.targets.before_tokens(self.batch.tokens))
+        return codes
 
     def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states `[..., H]` and codes `[..., r]`, which stand side by side."""
+        """Return states `[..., H]` and what stands beside them, `[..., r]`."""
         size = self.drafter.config.hidden_size
         return states[..., :size], states[..., size:]

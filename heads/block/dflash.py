@@ -124,7 +124,6 @@ class DFlash(LayerDrafter[C]):
     packs = True
     follows_rounds = True
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
-    layer_class: ClassVar[type[BlockLayer]] = BlockLayer
     cached_class: ClassVar[type[CachedBlocks]] = CachedBlocks
     learning_class: ClassVar[type[BlockLearning]] = BlockLearning
 
@@ -132,10 +131,15 @@ class DFlash(LayerDrafter[C]):
         super().__init__(config)
         self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = norm_of(config)
-        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(self.new_layer(config) for _ in range(config.num_layers))
         self.norm = norm_of(config)
         self.mask = nn.Parameter(torch.zeros(config.hidden_size)) if config.mask_token_id is None else None
         self.rotary = rotary_of(config)
+
+    @classmethod
+    def new_layer(cls, config: C) -> BlockLayer:
+        """Return the weights of a new layer."""
+        return BlockLayer(config)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -33,7 +33,32 @@ from .dflash import DFlash, DFlashConfig, FollowingSession
 
 
 @dataclass
-class DFlash2Config(DFlashConfig):
+class ConvolvedConfig(DFlashConfig):
+    """Settings of a DFlash drafter whose layers may have convolutions.
+
+    Attributes:
+        conv_kernel_size: how many slots a convolution reads: its own, and those just before; 0 for no convolutions.
+        conv_group_size: channels whose kernels change together; a divisor of the hidden size. 0 without convolutions.
+    """
+
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        taps, group = self.conv_kernel_size, self.conv_group_size
+        if bool(taps) != bool(group):
+            raise BadInputError(
+                f"drafter: conv_kernel_size {taps} and conv_group_size {group} are both 0, or neither is."
+            )
+        if taps > self.block_size:
+            raise BadInputError(f"drafter: conv_kernel_size {taps} is longer than a block of {self.block_size}.")
+        if group and self.hidden_size % group:
+            raise BadInputError(f"drafter: conv_group_size {group} does not divide the hidden size {self.hidden_size}.")
+
+
+@dataclass
+class DFlash2Config(ConvolvedConfig):
     """Settings of a DFlash2 drafter: DFlash's, and those of its convolutions and its selector.
 
     Attributes:
@@ -52,17 +77,6 @@ class DFlash2Config(DFlashConfig):
     selector_rank: int = 256
     selector_top_k: int = 16
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.conv_kernel_size > self.block_size:
-            raise BadInputError(
-                f"drafter: conv_kernel_size {self.conv_kernel_size} is longer than a block of {self.block_size}."
-            )
-        if self.hidden_size % self.conv_group_size:
-            raise BadInputError(
-                f"drafter: conv_group_size {self.conv_group_size} does not divide the hidden size {self.hidden_size}."
-            )
-
 
 class BlockConvolution(nn.Module):
     """Two causal convolutions along a block: one of a module's input, one of its output.
@@ -71,7 +85,7 @@ class BlockConvolution(nn.Module):
     normed state of slot i, the same for all channels of a group.
     """
 
-    def __init__(self, config: DFlash2Config):
+    def __init__(self, config: ConvolvedConfig):
         super().__init__()
         size, taps = config.hidden_size, config.conv_kernel_size
         self.slots, self.kernels = config.block_size, (2, taps, size // config.conv_group_size)
@@ -174,12 +188,15 @@ class DFlash2(DFlash[DFlash2Config]):
 
     name = "dflash2"
     config_class = DFlash2Config
-    layer_class = ConvolvedBlockLayer
     learning_class = SelectorLearning
 
     def __init__(self, config: DFlash2Config):
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
+
+    @classmethod
+    def new_layer(cls, config: DFlash2Config) -> BlockLayer:
+        return ConvolvedBlockLayer(config)
 
     def code(self, tokens: Tensor) -> Tensor:
         """Return A of `tokens` `[...]`, `[..., r]`."""

@@ -27,7 +27,7 @@ from outrider.decode.drafting import (
 from outrider.decode.rule_table import RULES
 from outrider.decode.rules import block, rejection
 from outrider.decode.sampling import Keys
-from outrider.heads import DFlash, DFlash2, DFlash2Config, DFlashConfig, DSpark, DSparkConfig
+from outrider.heads import DFlash, DFlash2, DFlash2Config, DFlashConfig, DSpark, DSparkConfig, LiLiCorr, LiLiCorrConfig
 from outrider.targets import Target
 
 from .conftest import random_prompts
@@ -105,6 +105,23 @@ def selecting_session(target: Target, top_k: int):
     return session
 
 
+def correlating_session(target: Target, top_k: int):
+    """A transformer of random weights over the marginals' candidates."""
+    sizes = {"candidate_topk": top_k, "num_heads": 2, "logit_scale": 2.0}
+    config = LiLiCorrConfig(num_layers=1, block_size=4, mask_token_id=1, taps=(1,))
+    torch.manual_seed(5)
+    drafter = LiLiCorr.build(replace(config, **{f"lilicorr_{name}": size for name, size in sizes.items()}), target)
+    for weight in drafter.lilicorr.parameters():
+        torch.nn.init.normal_(weight)
+    session = drafter.open(target, 1, 40)
+    session.draft = lambda root: states_of(MARGINALS).expand(len(root), -1, -1)
+    session.carry([torch.randn(1, target.hidden_size)])
+    return session
+
+
+CHOOSING = {"selector": selecting_session, "transformer": correlating_session}
+
+
 def drafted(session, depth: int = 3) -> Trees:
     """All chains that a session can draft, with its law of each draft."""
     tokens = paths(3, depth)
@@ -175,20 +192,24 @@ def test_drafts_of_any_markov_head_are_lossless(target, rule, kind):
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("kind", CHOOSING)
 @RULES_FOR_CHAINS
-def test_drafts_that_a_selector_chooses_are_lossless(target, rule, top_k):
+def test_drafts_that_are_chosen_of_candidates_are_lossless(target, rule, kind, top_k):
     """Of two candidates each, 8 of the 27 chains can be drafted; which of the two depends on the draft before."""
-    trees = drafted(selecting_session(target, top_k))
+    choosing = CHOOSING[kind]
+    trees = drafted(choosing(target, top_k))
     assert len(trees.tokens) == top_k**3
     if top_k > 1:
-        first, second = (drafted_rows(selecting_session(target, top_k), path)[1] for path in ((0, 0), (2, 0)))
-        assert not torch.allclose(first, second), "the selector has an effect"
+        firsts = drafted_rows(choosing(target, top_k), (0,))[0].nonzero()[:, 0].tolist()[:2]
+        first, second = (drafted_rows(choosing(target, top_k), (one, 0))[1] for one in firsts)
+        assert not torch.allclose(first, second), "the choice has an effect"
     assert bias(on_chain(rule), trees, TARGET) < EXACT
 
 
-def test_a_tree_of_a_selector_has_the_chains_conditionals(target):
+@pytest.mark.parametrize("kind", CHOOSING)
+def test_a_tree_of_candidates_has_the_chains_conditionals(target, kind):
     """Two candidates after each of the three best nodes of a level, and no other token, however many are asked for."""
-    session = selecting_session(target, 2)
+    session = CHOOSING[kind](target, 2)
     nodes = grown(session, 20)
     assert len(nodes) == 2 + 4 + 6
     for path in nodes:

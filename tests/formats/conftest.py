@@ -36,12 +36,13 @@ def make_drafter(target, tiny_llama) -> Callable[..., Drafter]:
         if kind == "draft_model":
             return DraftModel(tiny_llama(layers=2, vocab=target.vocab_size, seed=1))
         defaults: dict[str, Any] = {}
-        if kind in ("eagle3", "peagle", "dflash", "dflash2", "dspark"):
+        if kind in ("eagle3", "peagle", "dflash", "dflash2", "dspark", "lilicorr"):
             defaults = {"taps": [1, 3, 5], "draft_vocab_size": 100}
-        if kind in ("peagle", "dflash", "dflash2", "dspark"):
+        if kind in ("peagle", "dflash", "dflash2", "dspark", "lilicorr"):
             defaults |= {"num_layers": 2, "mask_token_id": target.vocab_size - 1}
         own = {"peagle": {"steps": 3}, "dflash": {"block_size": 4}, "dspark": {"block_size": 3, "markov_rank": 8}}
         own["dflash2"] = own["dflash"] | {"draft_vocab_size": 0, "conv_group_size": 4, "selector_rank": 8}
+        own["lilicorr"] = own["dflash"] | {"draft_vocab_size": 0, "lilicorr_hidden_size": 16}
         head, config = drafter_config({"type": kind} | defaults | own.get(kind, {}) | settings)
         drafter = head.build(config, on or target, torch.randperm((on or target).vocab_size))
         for parameter in drafter.parameters():

@@ -63,6 +63,14 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"draft_vocab_size": 100},
         {"from_anchor": True, "block_size": 3},
     ],
+    "lilicorr": [
+        {},
+        {"lilicorr_hidden_size": 0, "lilicorr_candidate_topk": 16, "lilicorr_factor_dim": 5, "causal": True},
+        {"conv_kernel_size": 2, "conv_group_size": 4, "lilicorr_num_layers": 1, "lilicorr_candidate_topk": 1},
+        {"lilicorr_candidate_topk": 12},
+        {"draft_vocab_size": 100},
+        {"from_anchor": True, "block_size": 3},
+    ],
     "dspark": [{}, {"markov_head": "gated"}, {"markov_head": "rnn"}, {"from_anchor": False, "block_size": 4}]
     + [{"draft_vocab_size": 0, "markov_head": head} for head in ("vanilla", "gated", "rnn")]
     + [{"draft_vocab_size": 0, "confidence": False}, {"draft_vocab_size": 0, "taps": [0, 3]}],
@@ -135,6 +143,8 @@ def test_a_block_that_engines_would_read_otherwise_is_refused(export):
     assert export("dflash", "speculators", 2, **causal).difference < 1e-4
     with pytest.raises(IncompatibleError, match=r"vLLM moves the window.*that can be served: sliding_window: 0"):
         export("dflash", depth=2, **causal)
+    with pytest.raises(IncompatibleError, match="export it with depth 3"):  # its candidates are scored together
+        export("lilicorr", depth=2, causal=True)
     with pytest.raises(IncompatibleError, match="learned its mask"):
         export("dflash", mask_token_id=None)
 

@@ -66,6 +66,7 @@ WINDOW = {"sliding_window": 6, "causal": True, "from_anchor": True, "block_size"
 PRUNED = {"draft_vocab_size": 20}
 TWO = {"num_layers": 2}
 SELECTS = {"num_layers": 1, "conv_group_size": 4, "selector_rank": 8, "selector_top_k": 56}
+LATTICE = {"num_layers": 1, "lilicorr_candidate_topk": 16, "lilicorr_hidden_size": 16, "lilicorr_num_heads": 2}
 NORMED = {"norm_output": True, "norm_before_fc": True, "norm_before_residual": True}
 SHALLOW = CascadeConfig(vertical=False, model_depth=2)
 MAKERS: dict[str, Maker] = {
@@ -78,6 +79,8 @@ MAKERS: dict[str, Maker] = {
     "dflash2": built("dflash2", **SELECTS),
     "dflash2 pruned": built("dflash2", causal=True, from_anchor=True, conv_kernel_size=3, **SELECTS, **PRUNED),
     "draft_model": lambda target, llama: model(llama),
+    "lilicorr": built("lilicorr", **LATTICE),
+    "lilicorr pruned": built("lilicorr", from_anchor=True, conv_kernel_size=2, conv_group_size=4, **LATTICE, **PRUNED),
     "dspark": built("dspark", num_layers=1, markov_rank=8),
     "dspark rnn": built("dspark", num_layers=1, markov_rank=8, markov_head="rnn", causal=True, **PRUNED),
     "eagle1": built("eagle1"),
@@ -110,7 +113,7 @@ MAKERS: dict[str, Maker] = {
 # A fusion's and a cascade's weights are their model's, in a folder below their own: they are not `trainable`.
 WITH_WEIGHTS = [name for name in MAKERS if HEADS[name.split()[0]].trainable]
 # Further rows of block drafters: their layers, caches and sessions are those of the first rows, in other settings.
-SLOW = ("dflash causal", "dflash pruned", "dflash2 pruned", "dspark rnn", "peagle pruned")
+SLOW = ("dflash causal", "dflash pruned", "dflash2 pruned", "dspark rnn", "lilicorr pruned", "peagle pruned")
 KNOWN = ", ".join(sorted(HEADS))
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 
@@ -121,7 +124,7 @@ UNEVEN_LAYERS = ["sliding_attention"] * 3 + ["full_attention"]
 MASKED: dict[str, Any] = {"mask_token_id": 63}
 ON_UNEVEN: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("eagle1", "eagle3", "hydra", "medusa", "mtp")},
-    **dict.fromkeys(("dflash", "dflash2", "dspark", "peagle"), MASKED),
+    **dict.fromkeys(("dflash", "dflash2", "dspark", "lilicorr", "peagle"), MASKED),
     "self_speculative": {"exit_layer": 2},
     "uno": {},
     "draft_model": {"model": {"num_hidden_layers": 2}},
@@ -532,6 +535,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"selector_top_k": 0}, "selector_top_k must be at least 1, got 0"),
         ({"conv_kernel_size": 9}, "conv_kernel_size 9 is longer than a block of 8"),
         ({"conv_group_size": 5}, "conv_group_size 5 does not divide the hidden size 32"),
+    ],
+    "lilicorr": [
+        ({"lilicorr_candidate_topk": 0}, "lilicorr_candidate_topk must be at least 1, got 0"),
+        ({"lilicorr_candidate_topk": 8, "draft_vocab_size": 4}, "topk 8 is more than the 4 tokens of the draft vocab"),
+        ({"lilicorr_hidden_size": 20, "lilicorr_num_heads": 8}, "num_heads 8 does not divide lilicorr_hidden_size 20"),
+        ({"lilicorr_logit_scale": 0.0}, "lilicorr_logit_scale must be above 0 and below 10000, got 0"),
+        ({"lilicorr_vector_eps": 0.5}, "lilicorr_vector_eps must be above 0 and below 0.5, got 0.5"),
+        ({"conv_kernel_size": 2}, "conv_kernel_size 2 and conv_group_size 0 are both 0, or neither is"),
     ],
     "dspark": [
         ({"markov_head": "lstm"}, "markov_head must be one of vanilla, gated, rnn"),

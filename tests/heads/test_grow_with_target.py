@@ -57,6 +57,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dflash, pruned": {"draft_vocab_size": 20},
     "dflash2": {"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 64},
     "dspark": {},
+    "lilicorr": {"lilicorr_hidden_size": 16, "lilicorr_candidate_topk": 64},
+    "lilicorr, as wide as its target": {"lilicorr_candidate_topk": 64, "lilicorr_num_heads": 4},
     "dspark, gated": {"markov_head": "gated"},
     "dspark, rnn": {"markov_head": "rnn"},
     "self_speculative": {},

@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": DFLASH,
     "dflash2": {**DFLASH, "type": "dflash2", "selector_rank": 8},
     "dspark": {**DFLASH, "type": "dspark", "from_anchor": True},
+    "lilicorr": {**DFLASH, "type": "lilicorr", "lilicorr_hidden_size": 16},
     "peagle": {"type": "peagle", "num_layers": 1, "steps": 3, "keep_ratio": 1.0},
     "uno": {"type": "uno", "steps": 3, "keep_ratio": 1.0},
     "pard": {"type": "pard", "model": {"num_hidden_layers": 1}, "steps": 3, "keep_ratio": 1.0, "mask_token_id": 63},

@@ -149,6 +149,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash with a window": {**DFLASH, "sliding_window": 6, "causal": True, "weighting": "dpace"},
     "dflash2": {**DFLASH, "type": "dflash2", "selector_rank": 8},
     "dspark": {**DFLASH, "type": "dspark", "from_anchor": True},
+    "lilicorr": {**DFLASH, "type": "lilicorr", "lilicorr_hidden_size": 16, "lilicorr_num_heads": 2},
     "draft_model": {"type": "draft_model", "model": {"num_hidden_layers": 1}},
     "mtp": {"type": "mtp", "steps": 3, "draft_vocab_size": 96, "loss": "soft_ce"},
     "mtp of two modules": {"type": "mtp", "recursive": False, "depth": 2},
@@ -182,9 +183,9 @@ def lesson(drafter: Drafter[Any], batch: TargetBatch) -> list[Tensor]:
     return values + [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
 
 
-def are_near(ours: list[Tensor], theirs: list[Tensor]) -> None:
+def are_near(ours: list[Tensor], theirs: list[Tensor], of_largest: float = 2e-6) -> None:
     for one, other in zip(ours, theirs, strict=True):
-        rounding = 2e-6 * float(other.float().abs().max())  # of sums of numbers as large as its largest
+        rounding = of_largest * float(other.float().abs().max())  # of sums of numbers as large as its largest
         torch.testing.assert_close(one.float(), other.float(), rtol=2e-5, atol=rounding)
 
 
@@ -197,7 +198,9 @@ def test_packed_rows_have_the_loss_the_metrics_and_the_gradients_of_single_ones(
     online = OnlineBatches(target, drafter.taps)
     single = online.of(collate([learned[i] for i in range(len(learned))]))
     packed = PackedBatches(online).of(collate([packs[i] for i in [*range(len(packs)), EMPTY]]))
-    are_near(lesson(drafter, packed), lesson(drafter, single))
+    # The gradients of LiLiCorr's biases are sums over all pairs of candidates, which nearly cancel.
+    of_largest = 1e-5 if values["type"] == "lilicorr" else 2e-6
+    are_near(lesson(drafter, packed), lesson(drafter, single), of_largest)
     apart, packed.documents = float(drafter.loss(packed).total), None
     reads_its_own_place_alone = values["type"] == "self_speculative"
     assert reads_its_own_place_alone or abs(float(drafter.loss(packed).total) - apart) > 1e-3

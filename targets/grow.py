@@ -116,7 +116,7 @@ class Axis:
 
     @classmethod
     def joined(cls, *axes: Axis) -> Self:
-        """Return the axis of spaces one after the other; where one has fewer copies, its own places are filled again."""
+        """Return the axis of spaces one after the other; one with fewer copies is written to its own places again."""
         most = max(len(axis.copies) for axis in axes)
         again = [axis.places.expand(most - len(axis.copies), -1) for axis in axes]
         axes = tuple(replace(a, copies=torch.cat([a.copies, more])) for a, more in zip(axes, again, strict=True))

@@ -45,6 +45,9 @@ pytestmark = pytest.mark.served
 MENDED = Path(__file__).parent / "cured"
 # Faults with which the engine does not start, or stops, and what is said then.
 REFUSED = {"norm of the taps flipped": "fc_norm", "d2t as ids": "d2t must hold offsets"}
+# vLLM's second model runner, its kernels in Triton's interpreter (`cured`): what a CPU needs for these drafters. Slow.
+SECOND_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+OF_SECOND_RUNNER = ("dflash2", "dspark")
 SMALL = Trial(max_new_tokens=48, limit=8, seeds=2, habits="vllm")
 
 
@@ -59,12 +62,16 @@ def pairs(tmp_path_factory) -> dict[str, Path]:
     """Return the pairs to serve, by name: those of OUTRIDER_SERVED_PAIRS, or one that is trained here."""
     if given := os.environ.get("OUTRIDER_SERVED_PAIRS"):
         return {file.parents[1].name: file.parent for file in sorted(Path(given).glob("*/pair/pair.json"))}
-    folder = tmp_path_factory.mktemp("served")
-    recipe = load_recipe("embedded-eagle3", [f"output={folder}/run", "data.limit=320", "training.save_steps=1000"])
+    return {"eagle3": small_pair("eagle3", tmp_path_factory.mktemp("served")).folder}
+
+
+def small_pair(kind: str, folder: Path) -> Pair:
+    """Return a pair of the shipped target and a drafter that is trained for some minutes."""
+    words = [f"output={folder}/run", "data.limit=320", "training.save_steps=1000"]
+    recipe = load_recipe(f"embedded-{kind}", words)
     target = Target.load(**recipe.target.to_load())
     distill(recipe, target)
-    head = train(recipe, target).drafter_folder
-    return {"eagle3": new_pair(folder / "pair", target, head, recipe).folder}
+    return new_pair(folder / "pair", target, train(recipe, target).drafter_folder, recipe)
 
 
 @pytest.fixture(scope="session")
@@ -73,8 +80,9 @@ def session(pairs) -> ServedSession:
     return ServedSession(Pair.load(pairs["eagle3"]), SMALL, ("code", "docs"))
 
 
-def start(environment: Path, mended: bool = True, **changes: object) -> Start:
+def start(environment: Path, mended: bool = True, kind: str = "eagle3", **changes: object) -> Start:
     variables = {"PYTHONPATH": str(MENDED)} if mended else {}
+    variables |= SECOND_RUNNER if kind in OF_SECOND_RUNNER else {}
     return Start(environment, variables=variables, plain=False, **changes)  # type: ignore[arg-type]
 
 
@@ -95,11 +103,24 @@ def test_served_equals_measured(pairs, environment):
     found = {}
     for name, folder in pairs.items():
         session = ServedSession(Pair.load(folder), SMALL, ("code", "docs"))
-        found[name] = session.start(start(environment), TOLERANCE)
+        kind = session.pair.manifest.drafter.type
+        found[name] = session.start(start(environment, kind=kind), TOLERANCE)
     assert {name: [str(s) for s in f.suspicions] for name, f in found.items() if not f.agrees} == {}
     for name, result in found.items():
         at_zero = result.at(0.0)
         assert at_zero.identical == at_zero.num_prompts, name
+
+
+@pytest.mark.parametrize("kind", OF_SECOND_RUNNER)
+def test_a_drafter_of_the_second_runner_is_served_as_measured(kind, environment, tmp_path):
+    """A short training's drafts, the target's text: at temperature 0 each prompt has the very same counts."""
+    pair = small_pair(kind, tmp_path)
+    few = replace(SMALL, temperatures=(0.0,), depth=7, limit=4)
+    found = ServedSession(pair, few, ("code", "docs")).start(start(environment, kind=kind), TOLERANCE)
+    assert [str(s) for s in found.suspicions] == []
+    at_zero = found.at(0.0)
+    assert (at_zero.identical, at_zero.same_drafts, at_zero.num_prompts) == (8, 8, 8)
+    assert at_zero.own.value > 1.1
 
 
 def test_drafts_that_are_picked_are_told_apart(session, environment):

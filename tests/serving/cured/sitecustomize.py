@@ -1,4 +1,4 @@
-"""Mends three faults of vLLM's CPU build (0.32) in the engine's own process: a test puts this folder on its PYTHONPATH.
+"""Mends faults of vLLM's CPU build (0.32) in the engine's own process: a test puts this folder on its PYTHONPATH.
 
 To verify drafts above temperature 0, vLLM repeats each request's temperature, top-k and top-p once for each of its
 draft tokens. On a CPU it hands the C++ routine copies of its tensors converted to int64 and drops them afterwards: what
@@ -9,15 +9,21 @@ one's for all of them.
 
 A Mamba layer's convolution goes on, after a round, from the last inputs that were accepted. The CPU's routine is not
 told how many those were, and goes on from the rejected ones.
+
+DFlash2 and DSpark need its second model runner (VLLM_USE_V2_MODEL_RUNNER=1), whose kernels are Triton's, and a Triton
+that has a backend for CPUs, which no package of PyPI is. Triton's own interpreter (TRITON_INTERPRET=1) runs the same
+kernels in numpy: with it, vLLM is told that there is such a backend. The interpreter (3.9) forgets that a comparison is
+a boolean once it is broadcast, refuses it as a mask, and has no log1p.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -74,11 +80,36 @@ def _mend_dflash(module: Any) -> None:
     module.DFlashQwen3Model._normalize_context_k = norm_keys
 
 
+def _mend_backends(module: Any) -> None:
+    module.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+
+def _mend_interpreter(module: Any) -> None:
+    plain = module.InterpreterBuilder.binary_op
+
+    def binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
+        made = plain(self, left, right, op)
+        if made.data.dtype == bool:
+            made.dtype = module.tl.int1
+        return made
+
+    module.InterpreterBuilder.binary_op = binary_op
+
+
+def _mend_libdevice(module: Any) -> None:
+    import triton.language as tl
+
+    module.log1p = lambda value: tl.log(value + 1)
+
+
 MENDS: dict[str, Callable[[Any], None]] = {
     "vllm.utils.cpu_triton_utils": _mend_sampling,
     "vllm.model_executor.models.qwen3_dflash": _mend_dflash,
     "vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d": _mend_convolution,
 }
+if os.environ.get("TRITON_INTERPRET") == "1":
+    MENDS |= {"triton.backends": _mend_backends, "triton.runtime.interpreter": _mend_interpreter}
+    MENDS |= {"triton.language.extra.libdevice": _mend_libdevice}
 
 
 class _Mending(Loader):

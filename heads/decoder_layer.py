@@ -467,7 +467,9 @@ class CachedLayers:
 
         So a draft costs the same at any length. In rounds of fixed shapes all entries are read.
         """
-        shortest = 0 if cache.window is not None else min(cache.host_lengths)
+        # A draft model reads its last token anew: the first one may stand before what is committed.
+        ahead = min(0, cache.placed.used - cache.placed.slots.shape[1] - cache.longest)
+        shortest = 0 if cache.window is not None else min(cache.host_lengths) + ahead
         firsts = {window: max(0, shortest + 1 - window) if window else 0 for window in set(self.windows)}
         if alone:
             return {window: (max(0, cache.placed.used - window) if window else 0, None) for window in firsts}

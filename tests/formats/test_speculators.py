@@ -237,7 +237,10 @@ def test_a_full_draft_vocabulary_needs_no_map(target, tmp_path):
     [
         ({"embed_requires_grad": True}, "embed_requires_grad: true"),
         ({"layer": {"model_type": "qwen3"}}, "'qwen3' instead of 'llama'"),
-        ({"layer": {"layer_types": ["sliding_attention"], "sliding_window": 2048}}, "a sliding window of 2048 tokens"),
+        (
+            {"layer": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}},
+            "layers with a sliding window and layers without one",
+        ),
         ({"layer": {"attention_bias": True}}, "attention_bias"),
         ({"layer": {"hidden_act": "gelu"}}, "'gelu' instead of 'silu'"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, "tap 6, the target's last state before its final norm"),

@@ -79,7 +79,7 @@ MAKERS: dict[str, Maker] = {
     "dflash2": built("dflash2", **SELECTS),
     "dflash2 pruned": built("dflash2", causal=True, from_anchor=True, conv_kernel_size=3, **SELECTS, **PRUNED),
     "draft_model": lambda target, llama: model(llama),
-    "lilicorr": built("lilicorr", **LATTICE),
+    "lilicorr": built("lilicorr", **LATTICE | {"lilicorr_candidate_topk": 62}),  # one of few tokens is always there
     "lilicorr pruned": built("lilicorr", from_anchor=True, conv_kernel_size=2, conv_group_size=4, **LATTICE, **PRUNED),
     "dspark": built("dspark", num_layers=1, markov_rank=8),
     "dspark rnn": built("dspark", num_layers=1, markov_rank=8, markov_head="rnn", causal=True, **PRUNED),

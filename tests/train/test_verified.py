@@ -72,7 +72,7 @@ def test_packed_rows_follow_rounds_as_single_ones_do(target, served, values):
     packs, online = Packs(rows, 64), OnlineBatches(target, drafter.taps)
     single = given(online, collate([rows[i] for i in [*range(14), EMPTY]]))
     packed = given(PackedBatches(online), collate([packs[i] for i in [*range(len(packs)), EMPTY]]))
-    are_near(lesson(drafter, packed), lesson(drafter, single))
+    are_near(lesson(drafter, packed), lesson(drafter, single), values["type"])
     followed, single.verified = lesson(drafter, single)[0], None
     assert abs(float(lesson(drafter, single)[0] / followed) - 1) > 1e-4
 

@@ -55,6 +55,7 @@ TREE_SIZES = (4, 8, 12, 16, 24, 32, 48, 64)
 _HOPEFUL = 0.9  # trees that cannot reach this part of the best chain's prediction are not timed
 _RACING = 2  # chains, and trees, that are measured
 CONTROL_WEIGHT = 16.0  # of rates from many prompts: with less, a few unlucky rounds make a controller fall back
+ChainTimes = tuple[Costs, dict[int, RoundTimes]]  # of chains, and rounds by depth; 0 is plain
 Bars = Callable[[str, int], AbstractContextManager[Advance]]  # progress of a task with so many steps
 # Drafters for fusions with a trained one: a copy of the text costs next to nothing where there is one.
 STATISTICAL: tuple[dict[str, Any], ...] = ({"type": "ngram", "min_match": 2}, {"type": "suffix", "min_match": 4})
@@ -102,17 +103,22 @@ def tune(
         return _record(target, drafter, suites, settings, batches)
 
 
-def best_chain(target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec) -> tuple[Option, Option]:
-    """Return the chain that is predicted to be the fastest of one row, and the plain target, at the first temperature.
+def best_chain(
+    target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec, times: ChainTimes | None = None
+) -> tuple[Option, Option, ChainTimes]:
+    """Return the chain that is predicted to be the fastest of one row, the plain target, and the times behind both.
 
-    Raises as `tune` does.
+    It is of the first temperature. `times` are a drafter's of the same shape; None to take them now. Raises as `tune`
+    does.
     """
     settings = settings.model_copy(update={"temperatures": settings.temperatures[:1]})
     jobs = make_jobs(suites, settings.limit)
     _check(target, jobs, settings, (1,))
     with threads(settings.threads):
-        plain, *chains = _tuner(target, drafter, jobs, settings, None, False, []).chains([[job] for job in jobs], 1)[0]
-    return best(chains, 1)[0], plain
+        tuner = _tuner(target, drafter, jobs, settings, None, False, [])
+        times = times or tuner.chain_times(tuner.curve(1, deepest(drafter)), [[job] for job in jobs])
+        plain, *chains = chain_options(*times, tuner.seen, 1)
+    return best(chains, 1)[0], plain, times
 
 
 def _tuner(
@@ -238,15 +244,20 @@ class _Tuner:
         self, groups: Sequence[list[PromptJob]], size: int
     ) -> tuple[list[Option], dict[int, float], dict[int, RoundTimes], Costs]:
         """Return the plain plan and chains of every depth; passes by their drafts, rounds by depth, and their costs."""
-        most, curve = deepest(self.drafter), self._curve(size, self.context)
-        depths = [0, *(d for d in _TIMED_DEPTHS if d < most), most]
-        loops = dict(zip(depths, self._time([Plan(d) for d in depths], groups), strict=True))
-        costs = costs_in_loop(curve, loops, self.drafter.abilities.one_pass)
+        curve = self.curve(size, _WIDEST_ON_CPU if self.target.device.type == "cpu" else max(WIDTHS))
+        costs, loops = self.chain_times(curve, groups)
         return chain_options(costs, loops, self.seen, size), curve, loops, costs
 
-    def _curve(self, size: int, context: int) -> dict[int, float]:
-        limit = self.target.max_context
-        widest = _WIDEST_ON_CPU if self.target.device.type == "cpu" else max(WIDTHS)
+    def chain_times(self, curve: dict[int, float], groups: Sequence[list[PromptJob]]) -> ChainTimes:
+        """Return the costs of chains, and what rounds take by depth."""
+        most = deepest(self.drafter)
+        depths = [0, *(d for d in _TIMED_DEPTHS if d < most), most]
+        loops = dict(zip(depths, self._time([Plan(d) for d in depths], groups), strict=True))
+        return costs_in_loop(curve, loops, self.drafter.abilities.one_pass), loops
+
+    def curve(self, size: int, widest: int) -> dict[int, float]:
+        """Return the seconds of passes of the target by the number of drafts, up to `widest`."""
+        limit, context = self.target.max_context, self.context
         widths = [n for n in WIDTHS if n <= widest and (limit is None or context + 1 + n <= limit)]
         with self.bars(f"batch {size}: passes of the target", 1):
             return verify_times(self.target, widths, size, context, repeats=max(5, 20 // size), taps=self.drafter.taps)

@@ -8,6 +8,7 @@ A search (search.py) draws more recipes around the given ones, of which few are 
 
 <folder>/search/<recipe>/<seconds>/   each shorter training
 <folder>/search.json                  what all were predicted to reach after these
+<folder>/search.svg                   the same, and what the last of them were measured to reach
 <folder>/best.yaml                    the recipe that was measured to be the fastest
 """
 
@@ -30,10 +31,11 @@ from ..distill.data_set import learnt_questions
 from ..distill.responses import data_folder, distill
 from ..eval import Report
 from ..eval.measure import Contestant, baseline, measure, plan_of
+from ..eval.reports import plots
 from ..eval.reports.render import write_report
 from ..eval.reports.report import TrainingInfo
 from ..eval.suites import Suite, suites_of
-from ..eval.tuner import best_chain
+from ..eval.tuner import ChainTimes, best_chain
 from ..heads import load_drafter
 from ..recipes import Recipe
 from ..targets import Target
@@ -42,7 +44,7 @@ from .callbacks import held_out_taus
 from .drafter_init import check_drafter, check_makes
 from .provenance import PROVENANCE, check_same_run, read_provenance, require_result
 from .run import train
-from .search import Score, Search
+from .search import Score, Search, decoded_settings, scored
 
 _SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same, but for a method's own data:
 _METHOD = ("data.on_policy", "data.on_policy_temperature", "data.verified")
@@ -104,7 +106,7 @@ def _compare(
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
     candidates = len(moved)
     if search:
-        score = partial(_score, target=target, suites=suites, console=console)
+        score = partial(_score, target=target, suites=suites, console=console, times={})
         moved = search.halve(moved, seconds, score, place / "search.json")
     for recipe in moved:
         _train(recipe, seconds, target, finished[recipe.name], console)
@@ -125,6 +127,10 @@ def _compare(
         write_atomically(
             place / "best.yaml", _why(best, report, candidates, seconds) + best.model_copy(update=own).to_yaml()
         )
+        lines = scored(place / "search.json")
+        for recipe in moved:
+            lines.setdefault(recipe.name, []).append((seconds, report.headline(recipe.name).speedup.value))
+        write_atomically(place / "search.svg", plots.standalone(plots.over_training(lines, best.name)))
     return report
 
 
@@ -136,12 +142,20 @@ def _fits(recipe: Recipe, target: Target) -> bool:
     return False
 
 
-def _score(recipe: Recipe, seconds: float, target: Target, suites: Sequence[Suite], console: Console | None) -> Score:
-    """Return what a candidate reaches after so many seconds of training."""
+def _score(
+    recipe: Recipe,
+    seconds: float,
+    target: Target,
+    suites: Sequence[Suite],
+    console: Console | None,
+    times: dict[str, ChainTimes],
+) -> Score:
+    """Return what a candidate reaches after so many seconds of training. `times`: of drafters by their shape."""
     output = recipe.output_folder.parent / "search" / recipe.name / f"{seconds:g}"
     recipe = recipe.model_copy(update={"output": str(output)})
     _train(recipe, seconds, target, _finished(recipe, seconds), console)
-    chain, plain = best_chain(target, load_drafter(output / "drafter", target), suites, recipe.eval)
+    drafter, shape = load_drafter(output / "drafter", target), decoded_settings(recipe)
+    chain, plain, times[shape] = best_chain(target, drafter, suites, recipe.eval, times.get(shape))
     return Score(chain.plan.depth, round(chain.tau, 4), round(chain.predicted / plain.predicted, 4))
 
 

@@ -1,11 +1,13 @@
 """Recipes drawn around given ones, and compared by successive halving (arXiv 1502.07943).
 
 All candidates are trained for a short time, the best third for three times as long, and so on, until few are left for
-the whole time. Each training begins anew, since the schedule of its learning rate ends with its time.
+the whole time. Each training begins anew, since the schedule of its learning rate ends with its time. Rounds are timed
+once for all candidates that draft alike, so that chance in a timing decides nothing among them.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
@@ -24,6 +26,7 @@ REDUCTION = 3  # of the candidates one in so many goes on, for so many times as 
 FINALISTS = 3  # at most, that are trained for the whole time
 _FACTORS = {"training.learning_rate": (1 / 3, 3.0), "drafter.draft_vocab_size": (0.5, 2.0)}  # of a recipe's own value
 _VALUES = {"drafter.num_layers": (1, 2), "drafter.steps": (1, 2, 4), "drafter.loss": ("soft_ce", "lk_hybrid")}
+_LEARNT_BY = {"loss", "steps", "feature_loss", "noise"}  # settings that change nothing of how a drafter drafts
 _OWN = object()  # stands for the recipe's own value
 _log = logging.getLogger(__name__)
 
@@ -97,8 +100,7 @@ class Search:
             BadInputError: `file` is of a search among others.
         """
         told = {recipe.name: {"drafter": recipe.drafter, "training": recipe.training} for recipe in candidates}
-        kept = read_sealed(file, "Delete it, and all is scored again.") if file.is_file() else {}
-        known: dict[str, dict[str, Any]] = kept or {"candidates": told}
+        known: dict[str, dict[str, Any]] = _read(file) or {"candidates": told}
         if known["candidates"] != told:
             raise BadInputError(f"{file} is of a search among other candidates; choose another --out, or delete it.")
         left = list(candidates)
@@ -116,6 +118,25 @@ class Search:
             _log.info(said, len(left), time, order[0].name, best["tau"], best["speedup"], best["depth"])
             left = [_at_depth(recipe, scores[recipe.name]["depth"]) for recipe in order[: -(-len(left) // REDUCTION)]]
         return left
+
+
+def scored(file: Path) -> dict[str, list[tuple[float, float]]]:
+    """Return the seconds of training and the predicted speedups of each candidate in a file that `halve` has kept."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    kept = _read(file)
+    for time in (key for key in kept if key.endswith(" seconds")):
+        for name, score in kept[time].items():
+            lines.setdefault(name, []).append((float(time.split()[0]), score["speedup"]))
+    return lines
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_sealed(file, "Delete it, and all is scored again.") if file.is_file() else {}
+
+
+def decoded_settings(recipe: Recipe) -> str:
+    """Return the settings that rounds may take longer by: drafters that agree in them have the same costs."""
+    return json.dumps({k: v for k, v in recipe.drafter.items() if k not in _LEARNT_BY}, sort_keys=True)
 
 
 def _at_depth(recipe: Recipe, depth: int) -> Recipe:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -18,6 +19,7 @@ from outrider.common import BadInputError
 from outrider.common.digests import read_sealed
 from outrider.eval import Report
 from outrider.eval.reports.render import print_comparison
+from outrider.eval.tuner import _Tuner
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 from outrider.train import compare as module
@@ -176,19 +178,25 @@ def test_the_report_shows_every_method_at_every_temperature_best_first(recipe, t
 
 def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, target, tmp_path, monkeypatch):
     """Seven candidates: all for a third of the time, three for the whole; a second search makes nothing anew."""
-    train, trained = module.train, []
+    train, trained, take_times, timings = module.train, [], _Tuner.chain_times, []
 
     def counted(made: Recipe, *args: Any, seconds: float, **kwargs: Any) -> Any:
         trained.append((made.name, seconds))
         return train(made, *args, seconds=seconds, **kwargs)
 
+    def timed(tuner: _Tuner, *args: Any) -> Any:
+        timings.append(tuner.drafter.name)
+        return take_times(tuner, *args)
+
     monkeypatch.setattr(module, "train", counted)
+    monkeypatch.setattr(_Tuner, "chain_times", timed)
     search = Search.of(7, ["drafter.steps=[1, 2, 3]", "training.learning_rate=[1e-3, 3e-3, 1e-2]"])
     out = tmp_path / "out"
     report = compare([recipe("eagle")], 0.9, out, target, search=search)
     whole = [name for name, seconds in trained if seconds == 0.9]
     assert [seconds for _, seconds in trained] == [0.3] * 7 + [0.9] * 3
     kept = read_sealed(out / "search.json", "")
+    assert len(timings) == 1, "seven candidates that draft alike"
     scores = kept["0.3 seconds"]
     assert len(scores) == len(kept["candidates"]) == 7
     assert whole == sorted(scores, key=lambda name: -scores[name]["speedup"])[:3]
@@ -198,6 +206,11 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
     assert best.data == recipe("eagle").data
     assert best.eval.depth == scores[best.name]["depth"]
     assert (out / "best.yaml").read_text().startswith("# The fastest of 7 candidates: ")
+    plot = (out / "search.svg").read_text()
+    lines = [line for line in ElementTree.fromstring(plot).iter() if line.tag.endswith("polyline")]
+    assert len(lines) == 7
+    assert [line.get("class") for line in lines][-1] == "curve c0", "the best one lies above the others"
+    assert f"0.9 s: {report.headline(best.name).speedup.value:.2f}×" in plot
     trained.clear()
     compare([recipe("eagle")], 0.9, out, target, search=search)
     assert trained == []

@@ -24,6 +24,7 @@ from ..recipes import Recipe, override
 
 REDUCTION = 3  # of the candidates one in so many goes on, for so many times as long
 FINALISTS = 3  # at most, that are trained for the whole time
+EARLY = 1 / 9  # of the whole time; shorter trainings differ by so much that fewer prompts tell them apart
 _FACTORS = {"training.learning_rate": (1 / 3, 3.0), "drafter.draft_vocab_size": (0.5, 2.0)}  # of a recipe's own value
 _VALUES = {"drafter.num_layers": (1, 2), "drafter.steps": (1, 2, 4), "drafter.loss": ("soft_ce", "lk_hybrid")}
 _LEARNT_BY = {"loss", "steps", "feature_loss", "noise"}  # settings that change nothing of how a drafter drafts

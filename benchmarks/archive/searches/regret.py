@@ -34,7 +34,13 @@ from outrider.train.stopping import TimeBudget
 
 from ...report import command, conditions, options, publish, table
 
-EVAL = ["eval.suites=[code, docs, prose]", "eval.limit=8", "eval.max_new_tokens=64", "eval.temperatures=[0.0]"]
+EVAL = [
+    "training.bf16=true",
+    "eval.suites=[code, docs, prose]",
+    "eval.limit=8",
+    "eval.max_new_tokens=64",
+    "eval.temperatures=[0.0]",
+]
 EVAL += ["eval.baselines=[]", "eval.repeats=1", "training.logging_steps=1000", "training.save_steps=1000"]
 RECIPES = ("embedded-eagle1", "embedded-eagle3")
 
@@ -57,7 +63,7 @@ def main(given: Sequence[str] | None = None) -> int:
         began = time.process_time()
         found = compare(recipes, asked.seconds, work, target, search=search)
         told: dict[str, Any] = {"search_seconds": round(time.process_time() - began, 1)}
-        winner = max(found.contestants[1:], key=lambda c: found.headline(c.name).speedup.value).name
+        winner = max((c for c in found.contestants if c.training), key=lambda c: found.headline(c.name).speedup.value).name
         rows, spent = grid(search.draw(recipes), asked, target)
         told |= {"grid_seconds": round(spent, 1), "share": round(told["search_seconds"] / spent, 4), "winner": winner}
         best = max(rows, key=lambda row: row["speedup"])

@@ -153,16 +153,18 @@ def _score(
 ) -> Score:
     """Return what a candidate reaches after so many of the `whole` seconds of training.
 
-    It costs little: no rows are held out, and a training of less than `EARLY` is measured on fewer prompts. `times` are
-    of drafters by what they decode with.
+    It costs little: no rows are held out, and a training of less than `EARLY` is measured on fewer prompts. The
+    learning rate warms up for the same share of the time. `times` are of drafters by what they decode with.
     """
-    output = recipe.output_folder.parent / "search" / recipe.name / f"{seconds:g}"
+    output, share = recipe.output_folder.parent / "search" / recipe.name / f"{seconds:g}", seconds / whole
     data = recipe.data.model_copy(update={"holdout": 0.0})
+    if (warming := recipe.training.get("warmup_steps", 0)) > 1:  # below, it is a share
+        recipe = recipe.model_copy(update={"training": recipe.training | {"warmup_steps": math.ceil(warming * share)}})
     recipe = recipe.model_copy(update={"output": str(output), "data": data})
     _train(recipe, seconds, target, _finished(recipe, seconds), console)
     drafter, shape = load_drafter(output / "drafter", target), decoded_settings(recipe)
     prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in suites)
-    limit = math.ceil(prompts * min(1.0, seconds / whole / EARLY))
+    limit = math.ceil(prompts * min(1.0, share / EARLY))
     settings = recipe.eval.model_copy(update={"limit": limit})
     chain, plain, times[shape] = best_chain(target, drafter, suites, settings, times.get(shape))
     return Score(chain.plan.depth, round(chain.tau, 4), round(chain.predicted / plain.predicted, 4))

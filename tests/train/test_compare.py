@@ -192,7 +192,7 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
     monkeypatch.setattr(_Tuner, "chain_times", timed)
     search = Search.of(7, ["drafter.steps=[1, 2, 3]", "training.learning_rate=[1e-3, 3e-3, 1e-2]"])
     out = tmp_path / "out"
-    report = compare([recipe("eagle")], 0.9, out, target, search=search)
+    report = compare([recipe("eagle", warmup_steps=6)], 0.9, out, target, search=search)
     whole = [name for name, seconds in trained if seconds == 0.9]
     assert [seconds for _, seconds in trained] == [0.3] * 7 + [0.9] * 3
     kept = read_sealed(out / "search.json", "")
@@ -206,18 +206,22 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
     assert best.data == recipe("eagle").data
     assert best.eval.depth == scores[best.name]["depth"]
     assert (out / "best.yaml").read_text().startswith("# The fastest of 7 candidates: ")
+    short = load_recipe(out / "search" / best.name / "0.3" / "recipe.yaml")
+    assert (short.training["warmup_steps"], short.data.holdout) == (2, 0.0), "a third of the time; nothing for metrics"
+    assert best.training["warmup_steps"] == 6
     plot = (out / "search.svg").read_text()
     lines = [line for line in ElementTree.fromstring(plot).iter() if line.tag.endswith("polyline")]
     assert len(lines) == 7
     assert [line.get("class") for line in lines][-1] == "curve c0", "the best one lies above the others"
     assert f"0.9 s: {report.headline(best.name).speedup.value:.2f}×" in plot
     trained.clear()
-    compare([recipe("eagle")], 0.9, out, target, search=search)
+    compare([recipe("eagle", warmup_steps=6)], 0.9, out, target, search=search)
     assert trained == []
     for name in whole:
         shutil.rmtree(out / name)
+    one = recipe("eagle", warmup_steps=6)
     with pytest.raises(BadInputError, match=r"search.json is of a search among other candidates; choose another --out"):
-        compare([recipe("eagle")], 0.9, out, target, search=Search.of(7, ["drafter.steps=[1, 2, 3, 4, 5, 6, 7]"]))
+        compare([one], 0.9, out, target, search=Search.of(7, ["drafter.steps=[1, 2, 3, 4, 5, 6, 7]"]))
 
 
 def test_candidates_are_drawn_around_each_recipe_and_never_twice(recipe):

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -106,8 +106,7 @@ def _compare(
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
     candidates = len(moved)
     if search:
-        score = partial(_score, whole=seconds, target=target, suites=suites, console=console, times={})
-        moved = search.halve(moved, seconds, score, place / "search.json")
+        moved = search.halve(moved, seconds, _Scoring(seconds, target, suites, console), place / "search.json")
     for recipe in moved:
         _train(recipe, seconds, target, finished[recipe.name], console)
     if not is_given and first.eval.dtype not in ("auto", first.target.dtype):
@@ -142,32 +141,34 @@ def _fits(recipe: Recipe, target: Target) -> bool:
     return False
 
 
-def _score(
-    recipe: Recipe,
-    seconds: float,
-    whole: float,
-    target: Target,
-    suites: Sequence[Suite],
-    console: Console | None,
-    times: dict[str, ChainTimes],
-) -> Score:
-    """Return what a candidate reaches after so many of the `whole` seconds of training.
+@dataclass(frozen=True)
+class _Scoring:
+    """Scores of the candidates of a search, of which the last ones are trained for `whole` seconds.
 
-    It costs little: no rows are held out, and a training of less than `EARLY` is measured on fewer prompts. The
-    learning rate warms up for the same share of the time. `times` are of drafters by what they decode with.
+    A score costs little: no rows are held out, the learning rate warms up for the same share of the time, a training of
+    less than `EARLY` is measured on fewer prompts, and `times` of rounds serve all that draft with the same settings.
     """
-    output, share = recipe.output_folder.parent / "search" / recipe.name / f"{seconds:g}", seconds / whole
-    data = recipe.data.model_copy(update={"holdout": 0.0})
-    if (warming := recipe.training.get("warmup_steps", 0)) > 1:  # below, it is a share
-        recipe = recipe.model_copy(update={"training": recipe.training | {"warmup_steps": math.ceil(warming * share)}})
-    recipe = recipe.model_copy(update={"output": str(output), "data": data})
-    _train(recipe, seconds, target, _finished(recipe, seconds), console)
-    drafter, shape = load_drafter(output / "drafter", target), decoded_settings(recipe)
-    prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in suites)
-    limit = math.ceil(prompts * min(1.0, share / EARLY))
-    settings = recipe.eval.model_copy(update={"limit": limit})
-    chain, plain, times[shape] = best_chain(target, drafter, suites, settings, times.get(shape))
-    return Score(chain.plan.depth, round(chain.tau, 4), round(chain.predicted / plain.predicted, 4))
+
+    whole: float
+    target: Target
+    suites: Sequence[Suite]
+    console: Console | None
+    times: dict[str, ChainTimes] = field(default_factory=dict)
+
+    def __call__(self, recipe: Recipe, seconds: float) -> Score:
+        """Return what a candidate reaches after so many seconds of training."""
+        output, share = recipe.output_folder.parent / "search" / recipe.name / f"{seconds:g}", seconds / self.whole
+        data, training = recipe.data.model_copy(update={"holdout": 0.0}), recipe.training
+        if (warming := training.get("warmup_steps", 0)) > 1:  # below, it is a share
+            training = training | {"warmup_steps": math.ceil(warming * share)}
+        recipe = recipe.model_copy(update={"output": str(output), "data": data, "training": training})
+        _train(recipe, seconds, self.target, _finished(recipe, seconds), self.console)
+        drafter, settings = load_drafter(output / "drafter", self.target), decoded_settings(recipe)
+        prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in self.suites)
+        limit = math.ceil(prompts * min(1.0, share / EARLY))
+        asked, known = recipe.eval.model_copy(update={"limit": limit}), self.times.get(settings)
+        chain, plain, self.times[settings] = best_chain(self.target, drafter, self.suites, asked, known)
+        return Score(chain.plan.depth, round(chain.tau, 4), round(chain.predicted / plain.predicted, 4))
 
 
 def _why(recipe: Recipe, report: Report, candidates: int, seconds: float) -> str:

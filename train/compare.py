@@ -106,7 +106,8 @@ def _compare(
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
     candidates = len(moved)
     if search:
-        moved = search.halve(moved, seconds, _Scoring(seconds, target, suites, console), place / "search.json")
+        scoring, given = _Scoring(seconds, target, suites, console), len(recipes)
+        moved = search.halve(moved, seconds, scoring, place / "search.json", given)
     for recipe in moved:
         _train(recipe, seconds, target, finished[recipe.name], console)
     if not is_given and first.eval.dtype not in ("auto", first.target.dtype):

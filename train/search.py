@@ -1,8 +1,9 @@
 """Recipes drawn around given ones, and compared by successive halving (arXiv 1502.07943).
 
 All candidates are trained for a short time, the best third for three times as long, and so on, until few are left for
-the whole time. Each training begins anew, since the schedule of its learning rate ends with its time. Rounds are timed
-once for all candidates that draft alike, so that chance in a timing decides nothing among them.
+the whole time. The given recipes stay until the last round, since a short training flatters what learns quickly. Each
+training begins anew: the schedule of its learning rate ends with its time. Rounds are timed once for all candidates
+that draft alike, so that chance in a timing decides nothing among them.
 """
 
 from __future__ import annotations
@@ -89,13 +90,19 @@ class Search:
         return [*recipes, *named]
 
     def halve(
-        self, candidates: Sequence[Recipe], seconds: float, score: Callable[[Recipe, float], Score], file: Path
+        self,
+        candidates: Sequence[Recipe],
+        seconds: float,
+        score: Callable[[Recipe, float], Score],
+        file: Path,
+        given: int = 0,
     ) -> list[Recipe]:
         """Return the finalists, what all trainings shorter than `seconds` leave, each with its best depth in `eval`.
 
         Args:
             score: trains a candidate for so many seconds, and measures it.
             file: keeps the scores; those that it holds are not made again.
+            given: so many of the first candidates stay until the last round.
 
         Raises:
             BadInputError: `file` is of a search among others.
@@ -104,7 +111,7 @@ class Search:
         known: dict[str, dict[str, Any]] = _read(file) or {"candidates": told}
         if known["candidates"] != told:
             raise BadInputError(f"{file} is of a search among other candidates; choose another --out, or delete it.")
-        left = list(candidates)
+        left, stay = list(candidates), {recipe.name for recipe in candidates[:given]}
         rounds = math.ceil(math.log(max(1, len(left) / FINALISTS), REDUCTION) - 1e-9)
         for before in range(rounds, 0, -1):
             time = round(seconds / REDUCTION**before, 3)
@@ -117,7 +124,9 @@ class Search:
             best = scores[order[0].name]
             said = "search: %d candidates, %g seconds each; the best, %s: τ %.2f, %.2f× predicted at depth %d"
             _log.info(said, len(left), time, order[0].name, best["tau"], best["speedup"], best["depth"])
-            left = [_at_depth(recipe, scores[recipe.name]["depth"]) for recipe in order[: -(-len(left) // REDUCTION)]]
+            most = math.ceil(len(candidates) / REDUCTION ** (1 + rounds - before))
+            left = order[:most] + [recipe for recipe in order[most:] if before > 1 and recipe.name in stay]
+            left = [_at_depth(recipe, scores[recipe.name]["depth"]) for recipe in left]
         return left
 
 

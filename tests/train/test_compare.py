@@ -24,7 +24,7 @@ from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 from outrider.train import compare as module
 from outrider.train.compare import compare, differences
-from outrider.train.search import Search
+from outrider.train.search import Score, Search
 
 from .conftest import DRAFT_MODEL, MakeRecipe, weights
 
@@ -222,6 +222,23 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
     one = recipe("eagle", warmup_steps=6)
     with pytest.raises(BadInputError, match=r"search.json is of a search among other candidates; choose another --out"):
         compare([one], 0.9, out, target, search=Search.of(7, ["drafter.steps=[1, 2, 3, 4, 5, 6, 7]"]))
+
+
+def test_given_recipes_stay_until_the_last_round(recipe, tmp_path):
+    """Of 36 candidates two are given: what is slow at first and the best at last is found, what stays slow is not."""
+    candidates = [recipe("eagle").model_copy(update={"name": f"c{i}"}) for i in range(36)]
+    seen: dict[float, list[str]] = {}
+
+    def score(one: Recipe, seconds: float) -> Score:
+        seen.setdefault(seconds, []).append(one.name)
+        usual, given = 1 - int(one.name[1:]) / 100, {"c0": 9.0 if seconds == 9 else 0.0, "c1": 0.0}
+        return Score(1, 1.0, given.get(one.name, usual))
+
+    left = Search(36).halve(candidates, 27.0, score, tmp_path / "search.json", 2)
+    assert [len(names) for names in seen.values()] == [36, 14, 6]
+    assert [one.name for one in left] == ["c0", "c2"]
+    left = Search(36).halve(candidates, 27.0, score, tmp_path / "other.json")
+    assert [one.name for one in left] == ["c2", "c3"]
 
 
 def test_candidates_are_drawn_around_each_recipe_and_never_twice(recipe):

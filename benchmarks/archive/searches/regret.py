@@ -81,13 +81,13 @@ def grid(candidates: Sequence[Recipe], asked: argparse.Namespace, target: Target
     for recipe in candidates:
         data = recipe.data.model_copy(update={"responses": recipe.data.responses or str(asked.work / "data")})
         output = asked.work / recipe.name
+        if not (output / "drafter").is_dir():
+            output = asked.work / "grid" / recipe.name
         if (output / "drafter").is_dir():
             spent += asked.seconds
         else:
-            output = asked.work / "grid" / recipe.name
             one = recipe.model_copy(update={"data": data, "output": str(output)})
-            if not (output / "drafter").is_dir():
-                train(one, target, seconds=asked.seconds)
+            train(one, target, seconds=asked.seconds)
         first, suites = candidates[0], load_suites(candidates[0].eval.suites, target.require_tokenizer())
         drafter = load_drafter(output / "drafter", target)
         shape = decoded_settings(recipe)

@@ -199,19 +199,22 @@ def _by_size(
 def over_training(lines: Mapping[str, Sequence[tuple[float, float]]], best: str) -> str:
     """Draw the speedup of each candidate over its seconds of training (on a log scale), the best one in colour."""
     points = [point for line in lines.values() for point in line]
-    times, most = sorted({time for time, _ in points}), _nice_limit(max([1.0, *(value for _, value in points)]))
+    times, values = sorted({time for time, _ in points}), [1.0, *(value for _, value in points)]
+    least, most = math.floor(10 * min(values)) / 10, math.ceil(10 * max(values)) / 10 + 0.1
     x = _scale(math.log2(times[0]) - 0.25, math.log2(times[-1]) + 0.25, LEFT, WIDTH - RIGHT)
-    y = _scale(0, most, HEIGHT - BOTTOM, TOP)
+    y = _scale(least, most, HEIGHT - BOTTOM, TOP)
     words = ", ".join(f"{time:g} s: {value:.2f}×" for time, value in lines[best])
     svg = _svg(HEIGHT + 18, "Speedup over the plain target by seconds of training", f"{best} {words}")
-    _axes(svg, y, _ticks(most), lambda v: f"{v:g}×", {x(math.log2(t)): f"{t:g}" for t in times}, "seconds of training")
+    ticks = [round(least + tick, 10) for tick in _ticks(most - least)]
+    across = {x(math.log2(time)): f"{time:.3g}" for time in times}
+    _axes(svg, y, ticks, lambda v: f"{v:g}×", across, "seconds of training")
     _line(svg, LEFT, y(1), WIDTH - RIGHT, y(1), "reference")
     for name in sorted(lines, key=lambda name: name == best):
         ends = [(x(math.log2(time)), y(value)) for time, value in lines[name]]
-        kind = "c0" if name == best else "base"
+        kind = "curve c0" if name == best else "base"
         around = [(ends[0][0] - 3, ends[0][1]), *ends, (ends[-1][0] + 3, ends[-1][1])]  # one alone is seen, too
         where = " ".join(f"{a:.1f},{b:.1f}" for a, b in around)
-        ElementTree.SubElement(svg, "polyline", {"points": where, "class": f"curve {kind}"})
+        ElementTree.SubElement(svg, "polyline", {"points": where, "class": kind, "fill": "none"})
     for time, value in lines[best]:
         _marker(svg, x(math.log2(time)), y(value), "c0")
     _marker(svg, LEFT + 6, HEIGHT + 8, "c0")

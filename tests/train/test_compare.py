@@ -177,7 +177,7 @@ def test_the_report_shows_every_method_at_every_temperature_best_first(recipe, t
 
 
 def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, target, tmp_path, monkeypatch):
-    """Seven candidates: all for a third of the time, three for the whole; a second search makes nothing anew."""
+    """Seven candidates: all for a third of the time, three or four for all; a second search makes nothing anew."""
     train, trained, take_times, timings = module.train, [], _Tuner.chain_times, []
 
     def counted(made: Recipe, *args: Any, seconds: float, **kwargs: Any) -> Any:
@@ -194,12 +194,13 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
     out = tmp_path / "out"
     report = compare([recipe("eagle", warmup_steps=6)], 0.9, out, target, search=search)
     whole = [name for name, seconds in trained if seconds == 0.9]
-    assert [seconds for _, seconds in trained] == [0.3] * 7 + [0.9] * 3
+    assert [seconds for _, seconds in trained] == [0.3] * 7 + [0.9] * len(whole)
     kept = read_sealed(out / "search.json", "")
     assert len(timings) == 1, "seven candidates that draft alike"
     scores = kept["0.3 seconds"]
     assert len(scores) == len(kept["candidates"]) == 7
-    assert whole == sorted(scores, key=lambda name: -scores[name]["speedup"])[:3]
+    order = sorted(scores, key=lambda name: -scores[name]["speedup"])
+    assert whole == order[:3] + [name for name in order[3:] if name == "eagle"], "the best three, and what was given"
     assert {c.name for c in report.contestants if c.training} == set(whole)
     best = load_recipe(out / "best.yaml")
     assert best.name == max(whole, key=lambda name: report.headline(name).speedup.value)
@@ -224,8 +225,8 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
         compare([one], 0.9, out, target, search=Search.of(7, ["drafter.steps=[1, 2, 3, 4, 5, 6, 7]"]))
 
 
-def test_given_recipes_stay_until_the_last_round(recipe, tmp_path):
-    """Of 36 candidates two are given: what is slow at first and the best at last is found, what stays slow is not."""
+def test_given_recipes_stay_to_the_end(recipe, tmp_path):
+    """Of 36 candidates two are given: what is slow at first may be the best at last."""
     candidates = [recipe("eagle").model_copy(update={"name": f"c{i}"}) for i in range(36)]
     seen: dict[float, list[str]] = {}
 
@@ -236,7 +237,7 @@ def test_given_recipes_stay_until_the_last_round(recipe, tmp_path):
 
     left = Search(36).halve(candidates, 27.0, score, tmp_path / "search.json", 2)
     assert [len(names) for names in seen.values()] == [36, 14, 6]
-    assert [one.name for one in left] == ["c0", "c2"]
+    assert [one.name for one in left] == ["c0", "c2", "c1"]
     left = Search(36).halve(candidates, 27.0, score, tmp_path / "other.json")
     assert [one.name for one in left] == ["c2", "c3"]
 

@@ -164,7 +164,8 @@ class _Scoring:
             training = training | {"warmup_steps": math.ceil(warming * share)}
         recipe = recipe.model_copy(update={"output": str(output), "data": data, "training": training})
         _train(recipe, seconds, self.target, _finished(recipe, seconds), self.console)
-        drafter, settings = load_drafter(output / "drafter", self.target), decoded_settings(recipe)
+        drafter = load_drafter(output / "drafter", self.target)
+        settings = decoded_settings(recipe, drafter.max_depth)
         prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in self.suites)
         limit = math.ceil(prompts * min(1.0, share / EARLY))
         asked, known = recipe.eval.model_copy(update={"limit": limit}), self.times.get(settings)

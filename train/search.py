@@ -28,7 +28,12 @@ FINALISTS = 3  # at most, and the given recipes, that are trained for the whole 
 EARLY = 1 / 9  # of the whole time; shorter trainings differ by so much that fewer prompts tell them apart
 _FACTORS = {"training.learning_rate": (1 / 3, 3.0), "drafter.draft_vocab_size": (0.5, 2.0)}  # of a recipe's own value
 _VALUES = {"drafter.num_layers": (1, 2), "drafter.steps": (1, 2, 4), "drafter.loss": ("soft_ce", "lk_hybrid")}
-_LEARNT_BY = {"loss", "steps", "feature_loss", "noise"}  # settings that change nothing of how a drafter drafts
+_LEARNT_BY = {
+    "loss",
+    "steps",
+    "feature_loss",
+    "noise",
+}  # settings that change nothing of how a drafter drafts but its depth
 _OWN = object()  # stands for the recipe's own value
 _log = logging.getLogger(__name__)
 
@@ -144,9 +149,13 @@ def _read(file: Path) -> dict[str, Any]:
     return read_sealed(file, "Delete it, and all is scored again.") if file.is_file() else {}
 
 
-def decoded_settings(recipe: Recipe) -> str:
-    """Return the settings that rounds may take longer by: drafters that agree in them have the same costs."""
-    return json.dumps({k: v for k, v in recipe.drafter.items() if k not in _LEARNT_BY}, sort_keys=True)
+def decoded_settings(recipe: Recipe, max_depth: int | None) -> str:
+    """Return what rounds may take longer by: drafters that agree in it have the same costs.
+
+    `max_depth` is the drafter's own: `steps` are unrolled in training by some, and drafted at once by others.
+    """
+    settings = {name: value for name, value in recipe.drafter.items() if name not in _LEARNT_BY}
+    return json.dumps([settings, max_depth], sort_keys=True)
 
 
 def _at_depth(recipe: Recipe, depth: int) -> Recipe:

@@ -209,14 +209,13 @@ def over_training(lines: Mapping[str, Sequence[tuple[float, float]]], best: str)
     across = {x(math.log2(time)): f"{time:.3g}" for time in times}
     _axes(svg, y, ticks, lambda v: f"{v:g}×", across, "seconds of training")
     _line(svg, LEFT, y(1), WIDTH - RIGHT, y(1), "reference")
-    for name in sorted(lines, key=lambda name: name == best):
-        ends = [(x(math.log2(time)), y(value)) for time, value in lines[name]]
-        kind = "curve c0" if name == best else "base"
+    for line in (line for name, line in lines.items() if name != best):
+        ends = [(x(math.log2(time)), y(value)) for time, value in line]
         around = [(ends[0][0] - 3, ends[0][1]), *ends, (ends[-1][0] + 3, ends[-1][1])]  # one alone is seen, too
         where = " ".join(f"{a:.1f},{b:.1f}" for a, b in around)
-        ElementTree.SubElement(svg, "polyline", {"points": where, "class": kind, "fill": "none"})
-    for time, value in lines[best]:
-        _marker(svg, x(math.log2(time)), y(value), "c0")
+        ElementTree.SubElement(svg, "polyline", {"points": where, "class": "base", "fill": "none"})
+    found = [(x(math.log2(time)), Interval(value, math.nan, math.nan)) for time, value in lines[best]]
+    _curve(svg, found, y, "c0")
     _marker(svg, LEFT + 6, HEIGHT + 8, "c0")
     _text(svg, LEFT + 18, HEIGHT + 12, best, "name", "start")
     return _string(svg)

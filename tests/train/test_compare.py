@@ -242,6 +242,19 @@ def test_given_recipes_stay_to_the_end(recipe, tmp_path):
     assert [one.name for one in left] == ["c2", "c3"]
 
 
+def test_drafters_of_other_depths_are_timed_for_themselves(recipe, target, tmp_path):
+    """P-EAGLE drafts all its `steps` at once; the times of three say nothing of a drafter that has one."""
+    values = {"type": "peagle", "num_layers": 1, "steps": 3, "mask_token_id": 40, "draft_vocab_size": 96}
+    search, out = Search.of(4, ["drafter.steps=[1, 2]", "training.learning_rate=[1e-3, 1e-2]"]), tmp_path / "out"
+    compare([recipe("parallel", values)], 0.3, out, target, search=search)
+    kept = read_sealed(out / "search.json", "")
+    depths = {
+        name: (kept["candidates"][name]["drafter"]["steps"], s["depth"]) for name, s in kept["0.1 seconds"].items()
+    }
+    assert {steps for steps, _ in depths.values()} == {1, 2, 3}
+    assert all(depth <= steps for steps, depth in depths.values())
+
+
 def test_candidates_are_drawn_around_each_recipe_and_never_twice(recipe):
     given = [recipe("eagle"), recipe("heads")]
     drawn = Search(40).draw(given)

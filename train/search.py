@@ -1,9 +1,9 @@
 """Recipes drawn around given ones, and compared by successive halving (arXiv 1502.07943).
 
 All candidates are trained for a short time, the best third for three times as long, and so on, until few are left for
-the whole time. The given recipes stay to the end, since a short training flatters what learns quickly: what is found is
-no slower than what was given. Each training begins anew: the schedule of its learning rate ends with its time. Rounds
-are timed once for all candidates that draft alike, so that chance in a timing decides nothing among them.
+the whole time. The given recipes hold places to the end, since a short training flatters what learns quickly: what is
+found is no slower than what was given. Each training begins anew: the schedule of its learning rate ends with its time.
+Rounds are timed once for all candidates that draft alike, so that chance in a timing decides nothing among them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..heads.registry import drafter_config
 from ..recipes import Recipe, override
 
 REDUCTION = 3  # of the candidates one in so many goes on, for so many times as long
-FINALISTS = 3  # at most, and the given recipes, that are trained for the whole time
+FINALISTS = 3  # at most, that are trained for the whole time; more where more are given
 EARLY = 1 / 9  # of the whole time; shorter trainings differ by so much that fewer prompts tell them apart
 _FACTORS = {"training.learning_rate": (1 / 3, 3.0), "drafter.draft_vocab_size": (0.5, 2.0)}  # of a recipe's own value
 _VALUES = {"drafter.num_layers": (1, 2), "drafter.steps": (1, 2, 4), "drafter.loss": ("soft_ce", "lk_hybrid")}
@@ -107,7 +107,7 @@ class Search:
         Args:
             score: trains a candidate for so many seconds, and measures it.
             file: keeps the scores; those that it holds are not made again.
-            given: so many of the first candidates stay to the end.
+            given: so many of the first candidates stay to the end, and at least one other.
 
         Raises:
             BadInputError: `file` is of a search among others.
@@ -130,8 +130,9 @@ class Search:
             said = "search: %d candidates, %g seconds each; the best, %s: τ %.2f, %.2f× predicted at depth %d"
             _log.info(said, len(left), time, order[0].name, best["tau"], best["speedup"], best["depth"])
             most = math.ceil(len(candidates) / REDUCTION ** (1 + rounds - before))
-            left = order[:most] + [recipe for recipe in order[most:] if recipe.name in stay]
-            left = [_at_depth(recipe, scores[recipe.name]["depth"]) for recipe in left]
+            others = [recipe.name for recipe in order if recipe.name not in stay][: max(1, most - given)]
+            kept = (recipe for recipe in order if recipe.name in stay or recipe.name in others)
+            left = [_at_depth(recipe, scores[recipe.name]["depth"]) for recipe in kept]
         return left
 
 

@@ -37,7 +37,7 @@ from ..recipes import EvalSpec
 from ..targets import Target
 from .acceptance import Acceptance, deepest, measure_acceptance
 from .batch_timing import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
-from .generation_config import base_sampling
+from .generation_config import base_sampling, sampled_settings
 from .interleaved_runs import race
 from .measure import suite_info
 from .reports.advice import collapse
@@ -106,11 +106,12 @@ def tune(
 def best_chain(
     target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec, times: ChainTimes | None = None
 ) -> tuple[Option, Option, ChainTimes]:
-    """Return the chain that is predicted to be the fastest of one row, the plain target, and the times behind both.
+    """Return the chain that is predicted to be the fastest, the plain target, and the times behind both.
 
-    It is of the first temperature. `times` are a drafter's of the same shape; None to take them now. Raises as `tune`
-    does.
+    At batch size 1 and the first temperature of `settings`. `times` are a drafter's of the same shape; None to take
+    them now. Raises as `tune` does.
     """
+    settings = sampled_settings(target, settings)
     settings = settings.model_copy(update={"temperatures": settings.temperatures[:1]})
     jobs = make_jobs(suites, settings.limit)
     _check(target, jobs, settings, (1,))

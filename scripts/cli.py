@@ -399,7 +399,10 @@ def compare(
     ] = Path("runs/compare"),
     search: Annotated[
         int,
-        typer.Option(help="Candidates, drawn around the recipes; the best get all of the time.", show_default=False),
+        typer.Option(
+            help="Candidates, the given recipes and others around them; the best get all of the time.",
+            show_default=False,
+        ),
     ] = 0,
     over: Annotated[
         list[str] | None,
@@ -419,7 +422,9 @@ def compare(
     from .json_schemas import ReportBody
 
     console = console_for(as_json)
-    found = Search.of(search, over or []) if search or over else None
+    if over and not search:
+        raise BadInputError("--over needs --search N, the number of candidates.")
+    found = Search.of(search, over or []) if search else None
     report = run(loaded, budget, out, console=console, search=found)
     if not as_json:
         print_comparison(report, console)

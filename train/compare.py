@@ -16,21 +16,24 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 
-from ..common import BadInputError
-from ..common.atomic import write_atomically
+from ..common import BadInputError, OutriderError
+from ..common.atomic import clear_away, write_atomically
 from ..common.locks import locked
 from ..distill.data_set import learnt_questions
 from ..distill.responses import data_folder, distill
 from ..eval import Report
-from ..eval.measure import Contestant, baseline, measure, plan_of
+from ..eval.measure import GENERATE, PLAIN, Contestant, baseline, measure, plan_of
 from ..eval.reports import plots
 from ..eval.reports.render import write_report
 from ..eval.reports.report import TrainingInfo
@@ -41,13 +44,15 @@ from ..recipes import Recipe
 from ..targets import Target
 from .arguments import check_training
 from .callbacks import held_out_taus
-from .drafter_init import check_drafter, check_makes
+from .check import check
+from .drafter_init import check_makes
 from .provenance import PROVENANCE, check_same_run, read_provenance, require_result
 from .run import train
-from .search import EARLY, Score, Search, decoded_settings, scored
+from .search import EARLY, Score, Search, kept_scores, scored, timing_key
 
-_SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same, but for a method's own data:
+_SHARED = ("target", "data", "eval", "template")  # sections in which recipes must say the same, but for a method's own:
 _METHOD = ("data.on_policy", "data.on_policy_temperature", "data.verified")
+_BY_HELD_OUT = ("load_best_model_at_end", "metric_for_best_model")  # of `training`, where no rows are held out
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +83,12 @@ def compare(
         raise BadInputError(f"the budget must be more than 0 seconds of training, and come to an end, got {seconds:g}.")
     check_comparable(recipes)
     place = Path(folder).expanduser()
+    for recipe in recipes:
+        check(recipe.model_copy(update={"output": str(place / recipe.name)}), seconds=seconds)
+        if search and recipe.data.features == "cached":
+            raise BadInputError(
+                "data.features: cached would be stored for every candidate of a search; take data.features=online."
+            )
     with locked(place):
         return _compare(recipes, seconds, place, target, console, search)
 
@@ -90,26 +101,27 @@ def _compare(
     console: Console | None,
     search: Search | None,
 ) -> Report:
-    moved = []  # the recipes on the shared responses, each with an output of its own
-    for recipe in search.draw(recipes) if search else recipes:
-        data = recipe.data.model_copy(update={"responses": recipe.data.responses or str(place / "data")})
-        moved.append(recipe.model_copy(update={"data": data, "output": str(place / recipe.name)}))
+    moved = [_placed(recipe, place) for recipe in recipes]
     finished = {recipe.name: _finished(recipe, seconds) for recipe in moved}
-    first, is_given = moved[0], target is not None
+    first, is_given, scores = moved[0], target is not None, place / "search.json"
     target = target or Target.load(**first.target.to_load())
+    if search:
+        moved = [_placed(recipe, place) for recipe in search.draw(recipes, partial(_problem, target=target))]
+        kept_scores(scores, moved, seconds)
+    candidates = len(moved)
     learnt, about = learnt_questions(data_folder(first)), f"the responses in {data_folder(first)}"
     suites = suites_of(target, first.eval, first.template, learnt, about, first.data.allow_leaks)
     baselines = [baseline(name, target) for name in first.eval.baselines]
-    for recipe in (r for r in moved[: len(recipes)] if not finished[r.name]):
+    for recipe in (r for r in moved if not finished.get(r.name, True)):
         check_makes(recipe, target)
-    moved[len(recipes) :] = [r for r in moved[len(recipes) :] if finished[r.name] or _fits(r, target)]
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
-    candidates = len(moved)
     if search:
-        scoring, given = _Scoring(seconds, target, suites, console), len(recipes)
-        moved = search.halve(moved, seconds, scoring, place / "search.json", given)
-    for recipe in moved:
-        _train(recipe, seconds, target, finished[recipe.name], console)
+        moved = search.halve(moved, seconds, _Scoring(seconds, target, suites, console), scores, len(recipes))
+    for recipe in list(moved):
+        if recipe.name in finished:  # it was given
+            _train(recipe, seconds, target, finished[recipe.name], console)
+        elif not _trains(recipe, seconds, target, console):
+            moved.remove(recipe)
     if not is_given and first.eval.dtype not in ("auto", first.target.dtype):
         target = Target.load(**first.target.to_load() | {"dtype": first.eval.dtype})
     entrants = [
@@ -123,23 +135,42 @@ def _compare(
     write_report(report, place / "report")
     if search:
         best = max(moved, key=lambda recipe: report.headline(recipe.name).speedup.value)
-        own = {"data": recipes[0].data, "output": "runs/{name}"}
+        data = best.data.model_copy(update={"responses": recipes[0].data.responses})
+        own = {"data": data, "output": "runs/{name}"}
         write_atomically(
             place / "best.yaml", _why(best, report, candidates, seconds) + best.model_copy(update=own).to_yaml()
         )
-        lines = scored(place / "search.json")
+        lines = scored(scores)
         for recipe in moved:
             lines.setdefault(recipe.name, []).append((seconds, report.headline(recipe.name).speedup.value))
         write_atomically(place / "search.svg", plots.standalone(plots.over_training(lines, best.name)))
     return report
 
 
-def _fits(recipe: Recipe, target: Target) -> bool:
-    """Return whether a recipe that was drawn can be made for the target: a draft vocabulary may be too large, say."""
-    with suppress(BadInputError):
+def _placed(recipe: Recipe, place: Path) -> Recipe:
+    """Return a recipe on the shared responses, with an output of its own."""
+    data = recipe.data.model_copy(update={"responses": recipe.data.responses or str(place / "data")})
+    return recipe.model_copy(update={"data": data, "output": str(place / recipe.name)})
+
+
+def _problem(recipe: Recipe, target: Target) -> str:
+    """Return why a recipe cannot be trained for the target: a draft vocabulary may be too large, say. "" if it can."""
+    try:
+        check_training(recipe.training)
         check_makes(recipe, target)
-        return True
-    return False
+    except OutriderError as error:
+        return str(error)
+    return ""
+
+
+def _trains(recipe: Recipe, seconds: float, target: Target, console: Console | None) -> bool:
+    """Train a candidate; return whether it could be: a loss may grow without end, or memory may not do."""
+    try:
+        _train(recipe, seconds, target, _finished(recipe, seconds), console)
+    except (BadInputError, torch.OutOfMemoryError) as error:
+        _log.warning("search: %s is left out: %s", recipe.name, error)
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -159,13 +190,18 @@ class _Scoring:
     def __call__(self, recipe: Recipe, seconds: float) -> Score:
         """Return what a candidate reaches after so many seconds of training."""
         output, share = recipe.output_folder.parent / "search" / recipe.name / f"{seconds:g}", seconds / self.whole
-        data, training = recipe.data.model_copy(update={"holdout": 0.0}), recipe.training
+        data, training = recipe.data.model_copy(update={"holdout": 0.0}), check_training(recipe.training)
+        training = {name: value for name, value in training.items() if name not in _BY_HELD_OUT}
         if (warming := training.get("warmup_steps", 0)) > 1:  # below, it is a share
-            training = training | {"warmup_steps": math.ceil(warming * share)}
-        recipe = recipe.model_copy(update={"output": str(output), "data": data, "training": training})
-        _train(recipe, seconds, self.target, _finished(recipe, seconds), self.console)
+            training |= {"warmup_steps": math.ceil(warming * share)}
+        told = recipe.eval.model_copy(update={"training_prompts": 0, "patience": None})
+        changed = {"output": str(output), "data": data, "training": training, "eval": told}
+        recipe = recipe.model_copy(update=changed)
+        if not _trains(recipe, seconds, self.target, self.console):
+            return Score(1, 1.0, 0.0)
+        clear_away(output / "checkpoints")
         drafter = load_drafter(output / "drafter", self.target)
-        settings = decoded_settings(recipe, drafter.max_depth)
+        settings = timing_key(recipe, drafter.max_depth)
         prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in self.suites)
         limit = math.ceil(prompts * min(1.0, share / EARLY))
         asked, known = recipe.eval.model_copy(update={"limit": limit}), self.times.get(settings)
@@ -188,7 +224,10 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
     """Raise BadInputError unless each recipe has something to train, and they differ in drafter and training alone."""
     if not recipes:
         raise BadInputError("there is nothing to compare: give one or more recipes.")
+    taken = {"data", "report", "search", PLAIN, GENERATE, *recipes[0].eval.baselines}
     for name, count in Counter(r.name for r in recipes).items():
+        if name in taken:
+            raise BadInputError(f"the report or the folder has a {name!r} of its own; give the recipe another name.")
         if count > 1:
             raise BadInputError(
                 f"{count} recipes are called {name!r}; give each a name of its own, under which it appears in the "
@@ -209,18 +248,16 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
                 f"{recipe.name} trains its target, too (joint), and a comparison has one target for all; leave it out, "
                 "or measure it alone."
             )
-        check_drafter(recipe.drafter)
-        check_training(recipe.training)
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:
     """Return the settings beside drafter and training in which two recipes differ, each with both values."""
-    pairs = {section: (getattr(one, section).model_dump(), getattr(other, section).model_dump()) for section in _SHARED}
+    a, b = one.model_dump(), other.model_dump()
     return [
-        f"{section}.{key} ({value!r} and {theirs[key]!r})"
-        for section, (own, theirs) in pairs.items()
-        for key, value in own.items()
-        if value != theirs[key] and f"{section}.{key}" not in _METHOD
+        f"{section}.{key} ({a[section].get(key)!r} and {b[section].get(key)!r})"
+        for section in _SHARED
+        for key in a[section] | b[section]
+        if a[section].get(key) != b[section].get(key) and f"{section}.{key}" not in _METHOD
     ]
 
 
@@ -244,7 +281,11 @@ def _train(recipe: Recipe, seconds: float, target: Target, is_done: bool, consol
     if is_done:
         _log.warning("%s: trained before, in %s", recipe.name, recipe.output_folder)
         return
+    wandb: Any = sys.modules.get("wandb")
+    theirs = wandb is not None and wandb.run is not None  # the caller's own run, if there is one, holds all
     result = train(recipe, target, console=console, seconds=seconds)
+    if not theirs and (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
+        wandb.finish()  # else transformers would report the next training to the same run
     _log.info("%s: %d steps in %g seconds%s", recipe.name, result.steps, seconds, held_out_taus(result.metrics))
 
 

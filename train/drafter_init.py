@@ -29,7 +29,7 @@ from .joint import lora_config
 
 # Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must
 # agree with the saved drafter; where its first weights once came from no longer matters.
-_FREE = {"loss", "feature_loss", "noise", "steps", "grow_steps", "decay", "weighting", "depths"}
+FREE = {"loss", "feature_loss", "noise", "steps", "grow_steps", "decay", "weighting", "depths"}
 _PAST = {"path", "prune", "init_from_target"}
 
 
@@ -173,7 +173,7 @@ def _apply(drafter: Drafter, given: dict[str, Any], target: Target) -> None:
     wanted = wanted.completed(target) if hasattr(wanted, "completed") else wanted
     for name in (name for name in given if name not in _PAST):
         ours, theirs = getattr(wanted, name), getattr(drafter.config, name)
-        if name in _FREE:
+        if name in FREE:
             setattr(drafter.config, name, ours)
             continue
         if name == "model":  # a draft model is saved as a plain checkpoint: its sizes are in that config

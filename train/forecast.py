@@ -1,4 +1,4 @@
-"""What a training's course says of its end, from its first tenth on.
+"""Forecasts of a training's τ at its end, from its first tenth on.
 
 Where the learning rate falls to zero, the odds of acceptance, α / (1 − α), grow as a power of the share of the training
 that is over, at every depth: from the share f to the end by f^-EXPONENT. At the end of the same training in twice the
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from operator import mul
+from statistics import mean
 from typing import Any, Self
 
 EXPONENT, STRAY = 0.5, 0.2  # of the odds over the share that is left, and its standard deviation over kinds
@@ -67,7 +68,7 @@ def forecast(history: Sequence[Mapping[str, Any]], share: float) -> Forecast | N
         return None
     recent = [entry for entry in entries if entry["step"] > WINDOW * last]
     depths = sorted(int(found[1]) for key in entries[-1] if (found := re.fullmatch(r"alpha_d(\d+)", key)))
-    alphas = [sum(entry.get(f"alpha_d{d}", 0.0) for entry in recent) / len(recent) for d in depths]
+    alphas = [mean(entry[key] for entry in recent if (key := f"alpha_d{d}") in entry) for d in depths]
     left = -math.log(min(1.0, share * (1 + WINDOW) / 2))  # from the middle of what was averaged
     stray = QUANTILE * STRAY
     end, low, high = (_tau(alphas, left * power) for power in (EXPONENT, EXPONENT - stray, EXPONENT + stray))

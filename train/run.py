@@ -210,6 +210,11 @@ class _Training:
         training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts, recipe.data.verified > 0)
         if recipe.data.holdout > 0 and not len(held_out):
             rows = f"{len(training)} rows, data.holdout {recipe.data.holdout:g}"
+            if self.args.load_best_model_at_end and self.seconds is None:
+                raise BadInputError(
+                    f"no row is held out ({rows}), by which eval.patience or training.load_best_model_at_end would "
+                    "choose; give more prompts, or hold out a larger share."
+                )
             _log.warning("no row is held out (%s): there will be no evaluation during training.", rows)
             self.args.eval_strategy = "no"
         set_seed(self.args.seed)
@@ -240,7 +245,7 @@ class _Training:
                 )
             clock.spent = clock.begun = prepared
         trainer.add_callback(Reports(recipe, lambda: [] if measured is None else measured.samples))
-        if recipe.eval.patience is not None:
+        if recipe.eval.patience is not None and self.seconds is None:  # a budget ends a training by itself
             trainer.add_callback(Patience(recipe.eval.patience))
         return trainer
 

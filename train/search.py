@@ -3,7 +3,8 @@
 All candidates are trained for a short time, the best third for three times as long, and so on, until few are left for
 the whole time. The given recipes hold places to the end, since a short training flatters what learns quickly: what is
 found is no slower than what was given. Each training begins anew: the schedule of its learning rate ends with its time.
-Rounds are timed once for all candidates that draft alike, so that chance in a timing decides nothing among them.
+Rounds are timed once for all candidates that draft alike, so that chance in a timing decides nothing among them (after
+an interruption anew).
 """
 
 from __future__ import annotations
@@ -20,27 +21,23 @@ from typing import Any, Self
 
 from ..common import BadInputError
 from ..common.digests import read_sealed, write_json
-from ..heads.registry import drafter_config
+from ..heads.registry import drafter_config, is_warm, with_defaults
 from ..recipes import Recipe, override
+from .arguments import check_training
+from .drafter_init import FREE
 
 REDUCTION = 3  # of the candidates one in so many goes on, for so many times as long
 FINALISTS = 3  # at most, that are trained for the whole time; more where more are given
 EARLY = 1 / 9  # of the whole time; shorter trainings differ by so much that fewer prompts tell them apart
 _FACTORS = {"training.learning_rate": (1 / 3, 3.0), "drafter.draft_vocab_size": (0.5, 2.0)}  # of a recipe's own value
 _VALUES = {"drafter.num_layers": (1, 2), "drafter.steps": (1, 2, 4), "drafter.loss": ("soft_ce", "lk_hybrid")}
-_LEARNT_BY = {
-    "loss",
-    "steps",
-    "feature_loss",
-    "noise",
-}  # settings that change nothing of how a drafter drafts but its depth
 _OWN = object()  # stands for the recipe's own value
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a trained candidate is predicted to reach in its best chain: τ, and speed over the plain target's."""
+    """The predicted result of a trained candidate at its best draft depth: τ, and speed over the plain target's."""
 
     depth: int
     tau: float
@@ -80,15 +77,37 @@ class Search:
             candidates, {f"{section}.{name}": values[section][name] for section in values for name in values[section]}
         )
 
-    def draw(self, recipes: Sequence[Recipe]) -> list[Recipe]:
-        """Return the given recipes, and others around them, each with a name of its own."""
-        others = []
+    def draw(self, recipes: Sequence[Recipe], problem: Callable[[Recipe], str] = lambda _: "") -> list[Recipe]:
+        """Return the given recipes, and others around them, each with a name of its own.
+
+        Args:
+            problem: says why a recipe cannot be trained; "" if it can. Such a one is left out.
+
+        Raises:
+            BadInputError: no other recipe is asked for, or can be trained.
+        """
+        if self.candidates <= len(recipes):
+            raise BadInputError(
+                f"a search draws recipes around the given ones: expected more than {len(recipes)} candidates, those "
+                f"among them, got {self.candidates}."
+            )
+        others: list[Recipe] = []
         for recipe in recipes:
             space = self.over or _usual_values(recipe)
             for values in product(*space.values()):
                 changed = _changed(recipe, dict(zip(space, values, strict=True)))
                 others += [changed] if changed != recipe else []
-        drawn = random.Random(self.seed).sample(others, min(len(others), max(0, self.candidates - len(recipes))))
+        drawn, seen, why = list[Recipe](), {_content(recipe) for recipe in recipes}, ""
+        for one in random.Random(self.seed).sample(others, len(others)):
+            if len(recipes) + len(drawn) == self.candidates:
+                break
+            if refused := problem(one):
+                _log.info("search: %s", why := refused)
+            elif (content := _content(one)) not in seen:
+                seen.add(content)
+                drawn.append(one)
+        if not drawn:
+            raise BadInputError(f"a search found no other recipe to try. {why or 'Name values with --over.'}")
         given = {recipe.name for recipe in recipes}  # the best of an earlier search has such a name, too
         names = (f"{{}}-{i}" for i in count(1) if not any(name.endswith(f"-{i}") for name in given))
         named = [o.model_copy(update={"name": name.format(o.name[:90])}) for o, name in zip(drawn, names, strict=False)]
@@ -102,7 +121,7 @@ class Search:
         file: Path,
         given: int = 0,
     ) -> list[Recipe]:
-        """Return the finalists, what all trainings shorter than `seconds` leave, each with its best depth in `eval`.
+        """Return the finalists, still to be trained for all of the `seconds`, each with its best depth in `eval`.
 
         Args:
             score: trains a candidate for so many seconds, and measures it.
@@ -110,14 +129,11 @@ class Search:
             given: so many of the first candidates stay to the end, and at least one other.
 
         Raises:
-            BadInputError: `file` is of a search among others.
+            BadInputError: `file` is of another search.
         """
-        told = {recipe.name: {"drafter": recipe.drafter, "training": recipe.training} for recipe in candidates}
-        known: dict[str, dict[str, Any]] = _read(file) or {"candidates": told}
-        if known["candidates"] != told:
-            raise BadInputError(f"{file} is of a search among other candidates; choose another --out, or delete it.")
+        known = kept_scores(file, candidates, seconds)
         left, stay = list(candidates), {recipe.name for recipe in candidates[:given]}
-        rounds = math.ceil(math.log(max(1, len(left) / FINALISTS), REDUCTION) - 1e-9)
+        rounds = max(1, math.ceil(math.log(len(left) / FINALISTS, REDUCTION) - 1e-9))
         for before in range(rounds, 0, -1):
             time = round(seconds / REDUCTION**before, 3)
             scores = known.setdefault(f"{time:g} seconds", {})
@@ -136,6 +152,16 @@ class Search:
         return left
 
 
+def kept_scores(file: Path, candidates: Sequence[Recipe], seconds: float) -> dict[str, Any]:
+    """Return what `halve` has kept in `file`, or the beginning of it. BadInputError if it is of another search."""
+    told: dict[str, Any] = {r.name: {"drafter": r.drafter, "training": r.training} for r in candidates}
+    asked = {"candidates": told, "seconds": seconds, "eval": candidates[0].eval.model_dump(mode="json")}
+    known = _read(file) or asked
+    if other := [name for name, value in asked.items() if known.get(name) != value]:
+        raise BadInputError(f"{file} is of a search of other {', '.join(other)}; choose another --out, or delete it.")
+    return known
+
+
 def scored(file: Path) -> dict[str, list[tuple[float, float]]]:
     """Return the seconds of training and the predicted speedups of each candidate in a file that `halve` has kept."""
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -150,27 +176,34 @@ def _read(file: Path) -> dict[str, Any]:
     return read_sealed(file, "Delete it, and all is scored again.") if file.is_file() else {}
 
 
-def decoded_settings(recipe: Recipe, max_depth: int | None) -> str:
-    """Return what rounds may take longer by: drafters that agree in it have the same costs.
+def timing_key(recipe: Recipe, max_depth: int | None) -> str:
+    """Return the key under which drafters share one timing of their rounds.
 
     `max_depth` is the drafter's own: `steps` are unrolled in training by some, and drafted at once by others.
     """
-    settings = {name: value for name, value in recipe.drafter.items() if name not in _LEARNT_BY}
+    settings = {name: value for name, value in with_defaults(recipe.drafter).items() if name not in FREE}
     return json.dumps([settings, max_depth], sort_keys=True)
 
 
+def _content(recipe: Recipe) -> str:
+    """Return what tells a candidate from another."""
+    told = [with_defaults(recipe.drafter), check_training(recipe.training), recipe.data.model_dump(mode="json")]
+    return json.dumps(told, sort_keys=True, default=str)
+
+
 def _at_depth(recipe: Recipe, depth: int) -> Recipe:
-    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"depth": depth})})
+    chain = {"depth": depth, "width": 1, "nodes": None, "tree": None}  # which is what was scored
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update=chain)})
 
 
 def _usual_values(recipe: Recipe) -> dict[str, Sequence[Any]]:
     """Return values around a recipe's own ones, of the settings that it has."""
     values = recipe.drafter
     space: dict[str, Sequence[Any]] = {}
-    config = None if "init" in values else drafter_config(values)[1]
+    config, training = None if is_warm(values) else drafter_config(values)[1], check_training(recipe.training)
     for key, usual in (_FACTORS | _VALUES).items():
         section, name = key.split(".")
-        if own := recipe.training.get(name, 5e-5) if section == "training" else getattr(config, name, None):
+        if own := training.get(name, 5e-5) if section == "training" else getattr(config, name, None):
             others = [type(own)(own * factor) for factor in usual] if key in _FACTORS else usual
             space[key] = [_OWN, *(value for value in others if value != own)]
     return space

@@ -204,7 +204,8 @@ def over_training(lines: Mapping[str, Sequence[tuple[float, float]]], best: str)
     x = _scale(math.log2(times[0]) - 0.25, math.log2(times[-1]) + 0.25, LEFT, WIDTH - RIGHT)
     y = _scale(least, most, HEIGHT - BOTTOM, TOP)
     words = ", ".join(f"{time:g} s: {value:.2f}×" for time, value in lines[best])
-    svg = _svg(HEIGHT + 18, "Speedup over the plain target by seconds of training", f"{best} {words}")
+    title = "Speedup over the plain target by seconds of training, predicted, and at last measured"
+    svg = _svg(HEIGHT + 18, title, f"{best} {words}")
     ticks = [round(least + tick, 10) for tick in _ticks(most - least)]
     across = {x(math.log2(time)): f"{time:.3g}" for time in times}
     _axes(svg, y, ticks, lambda v: f"{v:g}×", across, "seconds of training")
@@ -217,7 +218,7 @@ def over_training(lines: Mapping[str, Sequence[tuple[float, float]]], best: str)
     found = [(x(math.log2(time)), Interval(value, math.nan, math.nan)) for time, value in lines[best]]
     _curve(svg, found, y, "c0")
     _marker(svg, LEFT + 6, HEIGHT + 8, "c0")
-    _text(svg, LEFT + 18, HEIGHT + 12, best, "name", "start")
+    _text(svg, LEFT + 18, HEIGHT + 12, _shortened(best, 45), "name", "start")
     return _string(svg)
 
 

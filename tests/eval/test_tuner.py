@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from outrider.common import BadInputError
 from outrider.costs.round_timing import RoundTimes, costs_in_loop
-from outrider.decode import Control, Costs, Plan, Round, Tree
+from outrider.decode import Control, Costs, Plan, Round, Sampling, Tree
 from outrider.eval import Ratio, tuner
 from outrider.eval.acceptance import Acceptance
 from outrider.eval.batch_timing import BatchAnswer
 from outrider.eval.reports.statistics import Bootstrap
-from outrider.eval.tuner import MeasuredOption, Option, tune
+from outrider.eval.tuner import MeasuredOption, Option, best_chain, tune
 from outrider.eval.tuning_record import Tuning
 from outrider.heads import DraftModel, Ngram
 from outrider.recipes import EvalSpec
@@ -64,6 +65,21 @@ def test_acceptance_that_collapses_after_the_trained_depth_is_part_of_the_reason
     monkeypatch.setattr(Ngram, "trained_depth", 2)
     (batch,) = tune(target, Ngram(), suites, settings).batches
     assert "alpha falls from 0.63 at depth 2, the last it was trained at, to 0.00 at depth 3" in batch.reason
+
+
+def test_the_best_chain_of_a_served_target_is_at_its_own_temperature(target, suites, settings, monkeypatch):
+    monkeypatch.setattr(target.model.generation_config, "do_sample", True)
+    monkeypatch.setattr(target.model.generation_config, "temperature", 0.6)
+    asked: list[Sampling] = []
+
+    def measured(*arguments: Any) -> Acceptance:
+        asked.append(arguments[4])
+        return measure_acceptance(*arguments)
+
+    measure_acceptance = tuner.measure_acceptance
+    monkeypatch.setattr(tuner, "measure_acceptance", measured)
+    best_chain(target, Ngram(), suites, settings.model_copy(update={"sampling": "served"}))
+    assert [sampling.temperature for sampling in asked] == [0.6]
 
 
 def test_a_drafter_that_grows_no_trees_gets_chains_and_says_so(target, suites, settings):

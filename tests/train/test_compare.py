@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from outrider.eval.tuner import _Tuner
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 from outrider.train import compare as module
+from outrider.train import train
 from outrider.train.compare import compare, differences
 from outrider.train.search import Score, Search
 
@@ -121,6 +121,9 @@ def test_what_is_finished_is_not_done_again(recipe, target, tmp_path, monkeypatc
         ({"drafter": {"type": "ngram"}}, "nothing to train"),
         ({"drafter": {"type": "medusa", "draft_vocab_size": 100_000}}, "exceeds the target's vocabulary"),
         ({"learning_rat": 1e-3}, "did you mean 'learning_rate'"),
+        ({"lr_scheduler_type": "inverse_sqrt"}, "inverse_sqrt"),
+        ({"data": {"on_policy": 0.5}, "drafter": DRAFTERS["eagle"]}, "writes no text of its own"),
+        ({"report_to": "nothing"}, "report_to"),
     ],
 )
 def test_recipes_that_cannot_be_compared_are_refused_before_anything_is_spent(recipe, target, tmp_path, change, said):
@@ -135,6 +138,38 @@ def test_only_drafter_training_and_output_may_differ(recipe):
     assert differences(one, other) == []
     moved = other.model_copy(update={"target": other.target.model_copy(update={"path": "elsewhere"})})
     assert differences(one, moved) == ["target.path ('in memory' and 'elsewhere')"]
+
+
+def test_another_template_is_a_difference(recipe):
+    """Both would learn from, and be asked with, the first one's."""
+    one, other = recipe("heads"), recipe("small").model_copy(update={"template": {"enable_thinking": False}})
+    assert differences(one, other) == ["template.enable_thinking (None and False)"]
+
+
+@pytest.mark.parametrize("name", ["data", "search", "plain", "ngram"])
+def test_names_that_the_folder_or_the_report_has_are_refused(recipe, target, tmp_path, name):
+    with pytest.raises(BadInputError, match=f"has a '{name}' of its own"):
+        compare([recipe("heads").model_copy(update={"name": name})], SECONDS, tmp_path / "out", target)
+
+
+def test_patience_without_held_out_rows_is_refused(recipe, target, tmp_path):
+    with pytest.raises(BadInputError, match=r"no row is held out .* hold out a larger share"):
+        train(
+            recipe("heads", measured={"patience": 1, "training_prompts": 1}).model_copy(
+                update={"output": str(tmp_path / "out")}
+            ),
+            target,
+        )
+
+
+def test_each_training_has_a_wandb_run_of_its_own(recipe, target, tmp_path, monkeypatch):
+    wandb: Any = pytest.importorskip("wandb")
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()
+    compare([recipe("heads", report_to="wandb"), recipe("eagle", report_to="wandb")], 0.2, tmp_path / "out", target)
+    assert wandb.run is None
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
 
 
 def test_two_recipes_of_one_name_and_a_budget_of_nothing_are_refused(recipe, target, tmp_path):
@@ -192,7 +227,14 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
     monkeypatch.setattr(_Tuner, "chain_times", timed)
     search = Search.of(7, ["drafter.steps=[1, 2, 3]", "training.learning_rate=[1e-3, 3e-3, 1e-2]"])
     out = tmp_path / "out"
-    report = compare([recipe("eagle", warmup_steps=6)], 0.9, out, target, search=search)
+    given = recipe(
+        "eagle",
+        warmup_steps="6e0",
+        learning_rate="3e-3",
+        measured={"training_prompts": 1, "patience": 9},
+        data={"holdout": 0.5},
+    )
+    report = compare([given], 0.9, out, target, search=search)
     whole = [name for name, seconds in trained if seconds == 0.9]
     assert [seconds for _, seconds in trained] == [0.3] * 7 + [0.9] * len(whole)
     kept = read_sealed(out / "search.json", "")
@@ -205,25 +247,71 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
     assert {c.name for c in report.contestants if c.training} == set(whole)
     best = load_recipe(out / "best.yaml")
     assert best.name == max(whole, key=lambda name: report.headline(name).speedup.value)
-    assert best.data == recipe("eagle").data
+    assert best.data == given.data
     assert best.eval.depth == scores[best.name]["depth"]
     assert (out / "best.yaml").read_text().startswith("# The fastest of 7 candidates: ")
     short = load_recipe(out / "search" / best.name / "0.3" / "recipe.yaml")
     assert (short.training["warmup_steps"], short.data.holdout) == (2, 0.0), "a third of the time; nothing for metrics"
-    assert best.training["warmup_steps"] == 6
+    assert best.training["warmup_steps"] in (6, "6e0")
+    assert not (out / "search" / best.name / "0.3" / "checkpoints").exists()
     plot = (out / "search.svg").read_text()
     lines = [line for line in ElementTree.fromstring(plot).iter() if line.tag.endswith("polyline")]
     assert len(lines) == 7
     assert [line.get("class") for line in lines][-1] == "curve c0", "the best one lies above the others"
     assert f"0.9 s: {report.headline(best.name).speedup.value:.2f}×" in plot
     trained.clear()
-    compare([recipe("eagle", warmup_steps=6)], 0.9, out, target, search=search)
+    compare([given], 0.9, out, target, search=search)
     assert trained == []
-    for name in whole:
-        shutil.rmtree(out / name)
-    one = recipe("eagle", warmup_steps=6)
-    with pytest.raises(BadInputError, match=r"search.json is of a search among other candidates; choose another --out"):
-        compare([one], 0.9, out, target, search=Search.of(7, ["drafter.steps=[1, 2, 3, 4, 5, 6, 7]"]))
+    with pytest.raises(BadInputError, match=r"search.json is of a search of other candidates; choose another --out"):
+        compare([given], 0.9, out, target, search=Search.of(7, ["drafter.steps=[1, 2, 3, 4, 5, 6, 7]"]))
+    hotter = given.model_copy(update={"eval": given.eval.model_copy(update={"temperatures": [1.0]})})
+    with pytest.raises(BadInputError, match=r"search.json is of a search of other eval"):
+        compare([hotter], 0.9, out, target, search=search)
+
+
+def test_what_cannot_be_trained_is_left_out_and_the_best_keeps_its_data(recipe, target, tmp_path, monkeypatch):
+    """A learning rate at which the loss grows without end; and a draft model that writes for itself."""
+    train, failed = module.train, []
+
+    def unsteady(made: Recipe, *args: Any, **kwargs: Any) -> Any:
+        if float(made.training.get("learning_rate", 0)) == 9.0:
+            failed.append(made.name)
+            raise BadInputError("training stopped before step 3, which was not applied: the loss is nan.")
+        return train(made, *args, **kwargs)
+
+    monkeypatch.setattr(module, "train", unsteady)
+    given = recipe("small", data={"on_policy": 0.5})
+    search = Search.of(3, ["training.learning_rate=[9.0, 1e-3]"])
+    report = compare([given, recipe("heads")], 0.3, tmp_path / "out", target, search=search)
+    assert {c.name for c in report.contestants if c.training} >= {"small", "heads"}
+    drawn = read_sealed(tmp_path / "out" / "search.json", "")["candidates"]
+    unsteady_ones = [name for name, told in drawn.items() if told["training"].get("learning_rate") == 9.0]
+    assert set(failed) == set(unsteady_ones)
+    best = load_recipe(tmp_path / "out" / "best.yaml")
+    assert best.data.on_policy == (0.5 if best.drafter["type"] == "draft_model" else 0.0)
+
+
+def test_a_search_that_finds_nothing_to_try_says_why(recipe, target, tmp_path):
+    tried = [(9, ["drafter.stepps=[1, 2]"], "did you mean 'steps'")]
+    tried += [(9, ["training.learning_rat=[1.0]"], "did you mean 'learning_rate'")]
+    tried += [(9, ["drafter.taps=[[99]]"], "99"), (9, ["drafter.steps=[2]"], "Name values with --over")]
+    tried += [(2, ["drafter.steps=[1, 3]"], "expected more than 2 candidates")]
+    for candidates, over, said in tried:
+        given = [recipe("eagle"), recipe("heads")][: 2 if candidates == 2 else 1]
+        with pytest.raises(BadInputError, match=said):
+            compare(given, SECONDS, tmp_path / "out", target, search=Search.of(candidates, over))
+    cached = recipe("eagle", data={"features": "cached"})
+    with pytest.raises(BadInputError, match=r"take data\.features=online"):
+        compare([cached], SECONDS, tmp_path / "out", target, search=Search(9))
+
+
+def test_no_candidate_is_drawn_twice_and_others_take_the_places_of_what_does_not_fit(recipe):
+    over = ["training.learning_rate=[1e-3, 1e-2, 3e-2]", "drafter.num_layers=[1, 2]"]
+    given = [recipe("eagle"), recipe("eagle", learning_rate="1e-2").model_copy(update={"name": "other"})]
+    drawn = Search.of(40, over).draw(given)
+    assert len(drawn) == 2 + 5, "six combinations, of which one is given"
+    few = Search.of(5, over).draw(given, lambda r: "" if r.drafter.get("num_layers") == 2 else "one layer")
+    assert [r.drafter.get("num_layers") for r in few[2:]] == [2] * 3
 
 
 def test_given_recipes_stay_to_the_end(recipe, tmp_path):

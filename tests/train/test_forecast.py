@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from outrider.recipes import load_recipe
 from outrider.train import train
 from outrider.train.checkpoints import last_complete, state_of
-from outrider.train.forecast import EXPONENT, LONGER, SCHEDULES, WINDOW, Forecast, forecast
+from outrider.train.forecast import EXPONENT, LONGER, SCHEDULES, Forecast, forecast
 from outrider.train.resource_estimate import plan
 
 STEPS = 1000
@@ -47,7 +46,16 @@ def test_a_course_by_the_law_is_continued_to_its_end(end, share):
 def test_intervals_narrow_as_the_end_comes_near():
     widths = [found.high - found.low for s in (0.1, 0.3, 0.7) if (found := forecast(log((0.8,), s), s))]
     assert widths == sorted(widths, reverse=True)
-    assert 0.1 * WINDOW < 0.1  # what is averaged is behind the first share
+
+
+def test_a_depth_that_came_late_counts_where_it_was():
+    """With unrolled steps that grow the first entries have none."""
+    entries = log((0.8, 0.7), 0.5)
+    late = [e if e["step"] > 0.4 * STEPS else {k: v for k, v in e.items() if k != "alpha_d2"} for e in entries]
+    whole, found = forecast(entries, 0.5), forecast(late, 0.5)
+    assert whole is not None
+    assert found is not None
+    assert found.end == pytest.approx(whole.end, abs=0.02)
 
 
 def test_the_first_tenth_and_short_trainings_say_nothing():
@@ -77,5 +85,5 @@ def test_logs_and_plans_tell_it_where_the_learning_rate_falls_to_zero(recipe, ta
     notes = [note for note in planned.notes if "has begun" in note]
     assert len(notes) == (schedule in SCHEDULES)
     if told:
-        assert dataclasses.astuple(told[-1])[0] == pytest.approx(sum(e["tau"] for e in entries[6:]) / 4, abs=0.01)
+        assert told[-1].now == pytest.approx(sum(e["tau"] for e in entries[6:]) / 4, abs=0.01)
         assert notes[0].endswith(told[-1].text())

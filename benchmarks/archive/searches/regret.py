@@ -29,7 +29,7 @@ from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.compare import compare
-from outrider.train.search import Search, decoded_settings
+from outrider.train.search import Search, timing_key
 from outrider.train.stopping import TimeBudget
 
 from ...report import command, conditions, options, publish, table
@@ -90,7 +90,7 @@ def grid(candidates: Sequence[Recipe], asked: argparse.Namespace, target: Target
             train(one, target, seconds=asked.seconds)
         first, suites = candidates[0], load_suites(candidates[0].eval.suites, target.require_tokenizer())
         drafter = load_drafter(output / "drafter", target)
-        shape = decoded_settings(recipe)
+        shape = timing_key(recipe, drafter.max_depth)
         chain, plain, times[shape] = best_chain(target, drafter, suites, first.eval, times.get(shape))
         plan = replace(plan_of(first.eval), depth=chain.plan.depth)
         entrants.append(Contestant.of(recipe.name, drafter, plan))

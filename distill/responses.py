@@ -108,6 +108,7 @@ def check_images(recipe: Recipe, target: Target) -> None:
         "data.on_policy": bool(spec.on_policy),
         "data.learn_prompts": spec.learn_prompts,
         "joint": recipe.joint is not None,
+        "drafter.type: uno": recipe.drafter.get("type") == "uno",
     }
     if asked := [name for name, is_asked in reads_text.items() if is_asked]:
         raise BadInputError(f"{asked[0]}: this works with text alone, and rows of data.prompts have images.")

@@ -36,11 +36,19 @@ from ..heads import (
 )
 from ..targets import Target
 from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking
-from .engine_logits import Layers, ProbeSequence, Weights, output_table
-from .llama import layer_sizes, llama_config, require_fields, shapes_of
+from .engine_logits import Layers, ProbeSequence, Weights, output_table, scale_field
+from .llama import (
+    EMBEDDINGS,
+    check_embeddings,
+    layer_sizes,
+    llama_config,
+    require_fields,
+    require_same_rows,
+    shapes_of,
+)
 from .speculators import draft_ids, taps_lacking, vocabulary_maps, written_config
 
-TAPS = "aux_hidden_state_layer_ids"
+TAPS, OUTPUT = "aux_hidden_state_layer_ids", "lm_head.weight"
 B = TypeVar("B", bound=DFlash)
 C = TypeVar("C", bound=DFlashConfig)
 CLASSES: dict[str, tuple[type[DFlash], type[DFlashConfig], str]] = {
@@ -55,6 +63,12 @@ _LATTICE = ("candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_rat
 _SELECTOR: dict[type[DFlashConfig], tuple[str, ...]] = {
     DFlash2Config: (*_CONVOLUTIONS, "selector_rank", "selector_top_k"),
     LiLiCorrConfig: (*_CONVOLUTIONS, *(f"lilicorr_{name}" for name in (*_LATTICE, "logit_scale", "vector_eps"))),
+}
+_DSPARK: dict[str, tuple[str, Any]] = {  # the names of DSpark's settings in files, and what a missing one means
+    "markov_rank": ("markov_rank", 0),
+    "markov_head": ("markov_head_type", "vanilla"),
+    "confidence": ("enable_confidence_head", False),
+    "confidence_reads_markov": ("confidence_head_with_markov", False),
 }
 # How names of our codebooks end, which the format has as tensors of no module.
 _CODEBOOK = "codebook.weight", "codebook"
@@ -87,6 +101,9 @@ class BlockLayout(ExportLayout[B, C]):
         weights = {ours.get(name, name): t for name, t in files.tensors.items() if name not in self.beside}
         weights["token_ids"] = draft_ids(files.tensors, config.draft_vocab_size, config.vocab_size, files.folder)
         fill(drafter, weights, [], str(files.folder))
+        check_embeddings(files.tensors.get(EMBEDDINGS), target, files.folder)
+        if (output := files.tensors.get(OUTPUT)) is not None:
+            require_same_rows(output, output_table(target)[drafter.token_ids], OUTPUT, files.folder)
         return drafter
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -115,13 +132,8 @@ class BlockLayout(ExportLayout[B, C]):
             **layer_sizes({k: v for k, v in plain.items() if v is not None}, where, problems),
         }
         settings["draft_vocab_size"] = int(values.get("draft_vocab_size") or settings["vocab_size"])
-        if self.drafter == "dspark":  # the inverse of `head_fields`
-            settings |= {
-                "markov_rank": int(values.get("markov_rank", 0)),
-                "markov_head": str(values.get("markov_head_type", "vanilla")),
-                "confidence": bool(values.get("enable_confidence_head", False)),
-                "confidence_reads_markov": bool(values.get("confidence_head_with_markov", False)),
-            }
+        if self.drafter == "dspark":
+            settings |= {ours: type(missing)(values.get(name, missing)) for ours, (name, missing) in _DSPARK.items()}
         return CLASSES[self.drafter][1](**settings)
 
 
@@ -134,7 +146,7 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
     """
 
     name = "speculators-blocks"
-    optional = beside = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
+    optional = beside = ("d2t", "t2d", OUTPUT, EMBEDDINGS)
 
     def __init__(self, drafter: str, vllm: bool = False):
         self.drafter, self.vllm = drafter, vllm
@@ -165,12 +177,12 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
         return lacks
 
     def write(self, drafter: DFlash, target: Target, depth: int) -> DrafterFiles:
-        require_servable(drafter, depth)
+        require_servable(drafter, target, depth)
         config = drafter.config
         tensors = own_tensors(drafter) | vocabulary_maps(drafter.token_ids, config.vocab_size)
         if drafter.output_ids is not None:
             table = output_table(target)
-            tensors["lm_head.weight"] = table[drafter.token_ids.to(table.device)]
+            tensors[OUTPUT] = table[drafter.token_ids.to(table.device)]
         fields = {
             "block_size": config.block_size,
             TAPS: list(config.taps),
@@ -178,7 +190,8 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
             "sample_from_anchor": config.from_anchor,
             "sliding_window_non_causal": not config.causal,
         }
-        values = written_config(drafter, target, depth, CLASSES[drafter.name][2], layer_config(config), fields)
+        layer = layer_config(config) | scale_field(target)
+        values = written_config(drafter, target, depth, CLASSES[drafter.name][2], layer, fields)
         return DrafterFiles(values | head_fields(config), tensors)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
@@ -191,12 +204,13 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
         require_fields(config, ("transformer_layer_config", TAPS, "mask_token_id", "block_size"), where)
         layer, kind = self.layer(config), config["speculators_model_type"]
         sliding = "sliding_attention" in (layer.get("layer_types") or [])
+        require_fields(config, ("sliding_window_non_causal",) * sliding, where)  # readers differ in what it is then
         return BlockFlags(
             taps=tuple(config[TAPS]),
             mask=int(config["mask_token_id"]),
             slots=int(config["block_size"]),
             from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
-            causal=sliding and not config.get("sliding_window_non_causal", False),
+            causal=sliding and not config["sliding_window_non_causal"],
             window=int(layer["sliding_window"]) if sliding else None,
             markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
             selector=selector_fields(self.drafter, config, where),
@@ -224,16 +238,21 @@ def their_name(name: str) -> str:
     return name.replace(ours, theirs)
 
 
-def require_servable(drafter: DFlash, depth: int) -> None:
+def require_servable(drafter: DFlash, target: Target, depth: int) -> None:
     """Refuse a drafter that engines would run otherwise than it was trained.
 
-    They embed a token in the place of its mask, and run a shorter block where fewer drafts are asked for, which gives
-    other drafts.
+    They multiply the logits of DFlash alone as some targets do (Granite, Cohere), embed a token in the place of its
+    mask, and run a shorter block where fewer drafts are asked for, which gives other drafts.
     """
     if drafter.config.mask_token_id is None:
         raise IncompatibleError(
             f"this {drafter.name} drafter has learned its mask, and engines embed a token in its place; train it with "
             "a drafter.mask_token_id that no text has."
+        )
+    if target.logit_scale != 1 and drafter.name != "dflash":
+        raise IncompatibleError(
+            f"this target multiplies its logits by {target.logit_scale:.4g}, and engines do so for dflash drafters, "
+            f"but not for {drafter.name}; train a dflash, an eagle1 or an eagle3 drafter."
         )
     whole = not drafter.config.causal or isinstance(drafter, LiLiCorr)  # which scores the candidates of all drafts
     if depth != drafter.max_depth and whole:
@@ -274,12 +293,7 @@ def head_fields(config: DFlashConfig) -> dict[str, Any]:
         return {name: getattr(config, name) for name in names}
     if not isinstance(config, DSparkConfig):
         return {}
-    return {
-        "markov_rank": config.markov_rank,
-        "markov_head_type": config.markov_head,
-        "enable_confidence_head": config.confidence,
-        "confidence_head_with_markov": config.confidence_reads_markov,
-    }
+    return {name: getattr(config, ours) for ours, (name, _) in _DSPARK.items()}
 
 
 @dataclass(frozen=True)
@@ -313,7 +327,8 @@ def block_logits(
     for index in range(int(layer["num_hidden_layers"])):
         hidden = layers(f"layers.{index}.", context, hidden)
     states = weights.norm(hidden, "norm")[0 if flags.from_anchor else 1 :][: 1 + len(passage.drafts)]
-    logits = weights.linear(states, "lm_head") if "lm_head.weight" in weights else passage.lm_head(states)
+    scale = float(layer.get("logit_scale", 1.0))
+    logits = scale * (weights.linear(states, "lm_head") if OUTPUT in weights else passage.lm_head(states))
     before = torch.cat([passage.tokens[-1:], passage.drafts])
     if flags.markov is not None:
         logits = logits + _bias(weights, flags.markov, before, states)

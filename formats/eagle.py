@@ -22,7 +22,7 @@ from ..heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from ..targets import Target
 from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking, with_prefix
 from .blocks import own_tensors
-from .engine_logits import Flags, ProbeSequence, eagle1_logits, eagle3_logits, embedding_table
+from .engine_logits import Flags, ProbeSequence, eagle1_logits, eagle3_logits, embedding_table, scale_field
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
 from .speculators import BESIDE, TAPS, Speculators, tapped_embeddings, taps_lacking
 
@@ -65,6 +65,7 @@ class EagleLayout(ExportLayout[Eagle1, Eagle1Config]):
         values = llama_config(drafter.config, window) | {
             # vLLM counts its layers from the target's last one on, unless it is told how many come before.
             **({"target_layer_count": target.num_layers} if window else {}),
+            **scale_field(target),
             # vLLM puts "Eagle" before the name of a Llama by itself.
             "architectures": ["LlamaForCausalLMEagle" if self.engine == "sglang" else "LlamaForCausalLM"],
             "bias": drafter.config.fc_bias,

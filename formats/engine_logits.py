@@ -34,7 +34,7 @@ class ProbeSequence:
     hidden: Tensor  # every hidden state of the target at the processed tokens, by HF index, `[N + 1, T, H]`
     embed: Callable[[Tensor], Tensor]  # gives embeddings `[..., H]`, as the target's first layer reads them
     table: Tensor  # the rows of the target's input embedding, `[V, H]`
-    lm_head: Callable[[Tensor], Tensor]  # the target's own output embedding, logits `[..., V]` of `[..., H]`
+    lm_head: Callable[[Tensor], Tensor]  # logits `[..., V]` of `[..., H]`, by the target but for its `logit_scale`
 
     @property
     def text(self) -> Tensor:
@@ -67,7 +67,7 @@ class ProbeSequence:
             hidden[0].transpose(0, 1).float(),
             lambda ids: target.embed(ids).float(),
             embedding_table(target).float(),
-            lambda x: target.lm_head(x).float(),
+            lambda x: target.lm_head(x).float() / target.logit_scale,
         )
 
 
@@ -90,6 +90,11 @@ def embedding_table(target: Target) -> Tensor:
 def output_table(target: Target) -> Tensor:
     """Return the target's output embedding, `[V, H]`, as it is stored."""
     return cast(Tensor, target.model.get_output_embeddings().weight)
+
+
+def scale_field(target: Target) -> dict[str, float]:
+    """Return the field of a drafter's config.json by which an engine scales logits as the target does; {} if by 1."""
+    return {} if target.logit_scale == 1 else {"logit_scale": target.logit_scale}
 
 
 class Weights:
@@ -271,7 +276,7 @@ def eagle1_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], pass
         for i in range(int(config["num_hidden_layers"])):
             x = layers(f"layers.{i}.", weights.norm(x, f"layers.{i}.input_layernorm") if i else x, x)
         states = torch.cat([states, x[-1:]])
-        logits.append(passage.lm_head(x[-1:]))
+        logits.append(float(config.get("logit_scale", 1.0)) * passage.lm_head(x[-1:]))
     return torch.cat(logits)
 
 

@@ -62,6 +62,8 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
             to,
             window,
         )
+    if getattr(drafter.config, "temperatures", ()):
+        _log.warning("%s has no place for the temperatures of confidences: an engine's are not calibrated.", to)
     passage = passage_of(target, drafter.max_depth)
     with replacing_folder(final) as partial:
         layout.save(drafter, target, partial, depth)

@@ -440,7 +440,10 @@ def _speculators_slots(view: CheckpointView) -> Findings:
     sliding = "sliding_attention" in (layer.get("layer_types") or [])
     if sliding and "sliding_window_non_causal" not in config:
         what = "its layers have a window, and config.json no sliding_window_non_causal."
-        yield unusual("causal-missing", what, "vLLM then reads each block causally.")
+        yield unusual("causal-missing", what, "vLLM then reads each block whole.")
+    if not sliding and kind != "dspark" and config.get("sliding_window_non_causal") is False:
+        what = "sliding_window_non_causal is false, and its layers have no window."
+        yield fault("causal", what, "speculators reads each block whole, vLLM causally.")
     if sliding and not layer.get("sliding_window"):
         yield fault("window", "layer_types name a window, and sliding_window none.", "The engine stops, or guesses.")
     asked, size = _speculative_tokens(config), config.get("block_size")

@@ -95,7 +95,7 @@ class MedusaVllm(ExportLayout[Medusa, MedusaConfig]):
             "topk": 10,
             "medusa_fc_bias": config.bias,
             "original_lm_head": config.share_lm_head,
-            "logit_scale": logit_scale(target),
+            "logit_scale": target.logit_scale,
         }
         return DrafterFiles(values, tensors)
 
@@ -108,9 +108,9 @@ class MedusaVllm(ExportLayout[Medusa, MedusaConfig]):
 
     def read(self, files: DrafterFiles, target: Target) -> Medusa:
         config, tensors = files.config, files.tensors
-        if config.get("logit_scale", 1.0) != logit_scale(target):
+        if config.get("logit_scale", 1.0) != target.logit_scale:
             raise IncompatibleError(
-                f"{files.config_file}: logit_scale differs from the target's, {logit_scale(target)}."
+                f"{files.config_file}: logit_scale differs from the target's, {target.logit_scale}."
             )
         ids, shared = tensors.get("token_map"), bool(config.get("original_lm_head"))
         settings = MedusaConfig(
@@ -193,12 +193,6 @@ def _proposable(logits: Tensor, ids: Tensor | None) -> Tensor:
         return logits
     never = logits[:, others].amax(-1) < logits[:, ~others].amax(-1)
     return logits.masked_fill(others & never[:, None], -torch.inf)
-
-
-def logit_scale(target: Target) -> float:
-    """Return the factor that the target multiplies its logits with, which vLLM reads from a head's config.json."""
-    divisor = getattr(target.config, "logits_scaling", None) or 1.0
-    return float((getattr(target.config, "logit_scale", None) or 1.0) / divisor)
 
 
 def as_vllm(files: DrafterFiles) -> DrafterFiles:

@@ -24,6 +24,7 @@ from .blocks import (
     CLASSES,
     DRAFTS_FROM_ANCHOR,
     NO_MARKOV_HEAD,
+    OUTPUT,
     B,
     BlockFlags,
     BlockLayout,
@@ -34,12 +35,11 @@ from .blocks import (
     require_servable,
     selector_fields,
 )
-from .engine_logits import ProbeSequence, embedding_table, output_table
-from .llama import EMBEDDINGS, check_embeddings, require_fields, require_same_rows
+from .engine_logits import ProbeSequence, embedding_table, output_table, scale_field
+from .llama import EMBEDDINGS, require_fields
 from .speculators import tapped_embeddings, taps_lacking
 
 TAPS = "target_layer_ids"
-OUTPUT = "lm_head.weight"
 # Names that SGLang reads, too, and the usual ones.
 _ALSO = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 # Parts of LiLiCorr's feed-forwards where they are numbered, and their names.
@@ -114,7 +114,7 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
         return lacks
 
     def write(self, drafter: DFlash, target: Target, depth: int) -> DrafterFiles:
-        require_servable(drafter, depth)
+        require_servable(drafter, target, depth)
         config = drafter.config
         values = _flat(drafter, target, CLASSES[self.drafter][2]) | {
             # Engines guess a missing one from the kind of the layers, each in its own way. SGLang reads `is_causal`
@@ -175,7 +175,7 @@ class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
         return lacks
 
     def write(self, drafter: DSpark, target: Target, depth: int) -> DrafterFiles:
-        require_servable(drafter, depth)
+        require_servable(drafter, target, depth)
         config = drafter.config
         values = _flat(drafter, target, "Qwen3DSparkModel") | {
             TAPS: [tap - 1 for tap in config.taps],
@@ -202,12 +202,6 @@ class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
             markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
         )
 
-    def read(self, files: DrafterFiles, target: Target) -> DSpark:
-        check_embeddings(files.tensors.get(EMBEDDINGS), target, files.folder)
-        if (output := files.tensors.get(OUTPUT)) is not None:
-            require_same_rows(output, output_table(target), OUTPUT, files.folder)
-        return super().read(files, target)
-
 
 def _of_lilicorr(name: str, parts: Mapping[str, str]) -> str:
     """Return the name of a tensor with `parts` renamed, if it is LiLiCorr's own."""
@@ -223,6 +217,7 @@ def _architectures(config: dict[str, Any]) -> set[str]:
 
 def _flat(drafter: DFlash, target: Target, architecture: str) -> dict[str, Any]:
     return layer_config(drafter.config) | {
+        **scale_field(target),
         "architectures": [architecture],
         "block_size": drafter.config.block_size,
         "num_target_layers": target.num_layers,

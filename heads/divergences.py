@@ -352,19 +352,13 @@ def kernel_works(rule: Divergence, kind: str) -> bool:
         return False
     name = getattr(rule, "__name__", rule)
     try:
-        difference = _try_kernel(rule, torch.device(kind))
+        off = _try_kernel(rule, torch.device(kind))
+        why = "" if off < 1e-4 else f"is off by {off:.1e}"
     except Exception as error:  # a release without it, no compiler for it, …: Triton raises much
-        _log.warning(
-            "%s takes torch's operations: liger-kernel's does not run on %s (%s)",
-            name,
-            kind,
-            str(error).partition("\n")[0],
-        )
-        return False
-    if not difference < 1e-4:
-        _log.warning("%s takes torch's operations: liger-kernel's is off by %.1e on %s", name, difference, kind)
-        return False
-    return True
+        why = f"does not run: {error}".partition("\n")[0]
+    if why:
+        _log.warning("%s takes torch's operations on %s: liger-kernel's %s", name, kind, why)
+    return not why
 
 
 def _try_kernel(divergence: Divergence, device: torch.device) -> float:

@@ -442,6 +442,9 @@ class NodeDepths:
         return depths
 
 
+UNBEGUN = "decode: a round begins with the root; call prefill."
+
+
 class OnePassDrafts(NodeDepths):
     """The logits of all drafts of a round, made by one pass before the first is drawn: `[B, k, V']`."""
 
@@ -455,8 +458,21 @@ class OnePassDrafts(NodeDepths):
 
     def after(self, parents: Tensor | None) -> Tensor:
         """Return the logits after nodes below `parents` `[B, W]`, `[B, W, V']`; None is the next node of a chain."""
-        logits = required(self.logits, "decode: a round begins with the root; call prefill.")
+        logits = required(self.logits, UNBEGUN)
         if parents is None:
             return logits[:, self.descend(), None]
         depths = self.place(parents).clamp(max=self.deepest - 1)
         return logits.gather(1, depths[:, :, None].expand(-1, -1, logits.shape[2]))
+
+
+class OnePassSession(NodeSession):
+    """A session that makes all drafts of a round in one pass, in `prefill`."""
+
+    drafts: OnePassDrafts
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self.drafts.after(parents)
+
+    def reset(self) -> None:
+        super().reset()
+        self.drafts.logits = None

@@ -185,22 +185,13 @@ def fused(kind: str, dtype: torch.dtype, size: int) -> Kernel | None:
     if kernel is None or kind == "meta":
         return kernel
     try:
-        difference = _trial(kernel, torch.device(kind), dtype, size)
+        off = _trial(kernel, torch.device(kind), dtype, size)
+        why = "" if off < (1e-4 if dtype in (torch.float32, torch.float64) else 0.1) else f"it is off by {off:.1e}"
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        _log.warning(
-            "training needs memory for all attention scores: no fused attention for %s in %s (%s)",
-            kind,
-            dtype,
-            str(error).splitlines()[0],
-        )
-        return None
-    if not difference < (1e-4 if dtype in (torch.float32, torch.float64) else 0.1):
-        _log.warning(
-            "training needs memory for all attention scores: fused attention in %s on %s is off by %.1e",
-            dtype,
-            kind,
-            difference,
-        )
+        why = str(error).splitlines()[0]
+    if why:
+        said = "training needs memory for all attention scores: no fused attention for %s in %s (%s)"
+        _log.warning(said, kind, dtype, why)
         return None
     return kernel
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -319,14 +319,22 @@ class Target(Backbone):
 
     def scale(self, logits: Tensor) -> Tensor:
         """Scale logits of the output embedding as the model itself does."""
-        config = self.config
-        if scaling := getattr(config, "logits_scaling", None):  # HyperCLOVA X multiplies by it; Granite divides
-            logits = logits * scaling if config.model_type == "hyperclovax" else logits / scaling
-        for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
-            if factor := getattr(config, name, None):
-                logits = logits * factor
-        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
+        logits = self._multiplied(logits)
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma 2
             logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor by which `scale` multiplies logits, before any cap."""
+        return float(self._multiplied(1.0))
+
+    def _multiplied(self, logits: Any) -> Any:
+        if scaling := getattr(self.config, "logits_scaling", None):  # HyperCLOVA X multiplies by it; Granite divides
+            logits = logits * scaling if self.config.model_type == "hyperclovax" else logits / scaling
+        for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
+            if factor := getattr(self.config, name, None):
+                logits = logits * factor
         return logits
 
 

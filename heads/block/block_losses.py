@@ -361,3 +361,6 @@ class FollowingLearning(BlockLearning):
         """Return states `[..., H]` and what stands beside them, `[..., r]`."""
         size = self.drafter.config.hidden_size
         return states[..., :size], states[..., size:]
+
+    def logits(self, states: Tensor) -> Tensor:
+        return super().logits(self.split(states)[0])

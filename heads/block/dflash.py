@@ -24,7 +24,7 @@ from ...targets import RaggedCache, RowLengths, Target
 from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import LayerConfig, LayerDrafter, norm_of, normed, rotary_of
 from ..divergences import LossName
-from ..session import Abilities, NodeSession, OnePassDrafts, required
+from ..session import UNBEGUN, Abilities, OnePassDrafts, OnePassSession, required
 from ..vocabulary import begin_mask, kept_bytes, kept_head, unused_token
 from .block_layers import BlockLayer, BlockMask, CachedBlocks, TrainedBlocks, context_parts
 from .block_losses import Anchors, BlockLearning, BlockTargets, eligible_places, kept
@@ -230,7 +230,7 @@ class DFlash(LayerDrafter[C]):
         return super()._copied_bytes(max_length) + given
 
 
-class BlockSession(NodeSession):
+class BlockSession(OnePassSession):
     """A session of a block drafter.
 
     Its cache holds keys and values of the context, and after them those of the last block, over which the next context
@@ -256,13 +256,6 @@ class BlockSession(NodeSession):
     def prefill(self, root: Tensor) -> Tensor:
         return self.drafts.start(self.head(self.draft(root)))
 
-    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        return self.drafts.after(parents)
-
-    def reset(self) -> None:
-        super().reset()
-        self.drafts.logits = None
-
 
 class FollowingSession(BlockSession):
     """A session whose drafts depend on the token before each of them."""
@@ -275,7 +268,7 @@ class FollowingSession(BlockSession):
         return self.following(root[:, None], torch.zeros_like(root)[:, None], None)[:, 0]
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        required(self.drafts.logits, "decode: a round begins with the root; call prefill.")
+        required(self.drafts.logits, UNBEGUN)
         if parents is None:
             depths = torch.full_like(tokens, self.drafts.descend())
         else:

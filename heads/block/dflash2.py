@@ -166,9 +166,6 @@ class SelectorLearning(FollowingLearning):
 
     drafter: DFlash2
 
-    def logits(self, states: Tensor) -> Tensor:
-        return super().logits(self.split(states)[0])
-
     def selected(
         self, states: Tensor, logits: Tensor, reference: TargetDistribution
     ) -> tuple[Tensor, TargetDistribution]:
@@ -210,12 +207,22 @@ class DFlash2(DFlash[DFlash2Config]):
         return SelectorSession(self, target, cache, layers)
 
 
-class SelectorSession(FollowingSession):
-    """A session that draws each draft from its candidates; the logits of all other tokens are −inf."""
+class CandidateSession(FollowingSession):
+    """A session that draws each draft from its candidates."""
+
+    candidates: Tensor  # of this round's drafts, in the draft vocabulary, `[B, k, C]`
+
+    def over_candidates(self, candidates: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores of candidates, `[B, W, C]` both, over the draft vocabulary: −inf for all other tokens."""
+        nowhere = scores.new_full((*scores.shape[:-1], self.drafter.config.draft_vocab_size), float("-inf"))
+        return nowhere.scatter(-1, candidates, scores)
+
+
+class SelectorSession(CandidateSession):
+    """A session that scores each draft's candidates by the token before it."""
 
     drafter: DFlash2
     best: Tensor  # logits of the candidates of this round's drafts, `[B, k, C]`
-    candidates: Tensor  # in the draft vocabulary, `[B, k, C]`
     factors: Tensor  # of the codes of tokens before them, `[B, k, C · r]`
 
     def begin(self, states: Tensor, logits: Tensor) -> None:
@@ -226,5 +233,4 @@ class SelectorSession(FollowingSession):
         best, candidates, factors = (take_positions(x, depths) for x in (self.best, self.candidates, self.factors))
         factors = factors.unflatten(-1, (best.shape[-1], -1))  # [B, W, C, r]
         scores = best + torch.linalg.vecdot(factors, self.drafter.code(tokens)[:, :, None])
-        nowhere = scores.new_full((*tokens.shape, self.drafter.config.draft_vocab_size), float("-inf"))
-        return nowhere.scatter(-1, candidates, scores)
+        return self.over_candidates(candidates, scores)

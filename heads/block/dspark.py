@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...common import BadInputError
 from ...targets import RaggedCache, Target
 from ..divergences import LossName
-from ..session import Abilities, required, take_positions
+from ..session import UNBEGUN, Abilities, required, take_positions
 from .block_layers import CachedBlocks
 from .block_losses import FollowingLearning
 from .dflash import DFlash, DFlashConfig, FollowingSession
@@ -36,7 +36,6 @@ class MarkovHead(nn.Module):
     def __init__(self, config: DSparkConfig):
         super().__init__()
         rank, size, kind = config.markov_rank, config.hidden_size, config.markov_head
-        self.rank = rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         self.gate_proj = nn.Linear(size + rank, rank) if kind == "gated" else None
@@ -44,21 +43,13 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
         nn.init.zeros_(self.markov_w2.weight)
 
-    def code(self, tokens: Tensor) -> Tensor:
-        """Return W1 of `tokens` `[...]`, `[..., r]`."""
-        return self.markov_w1(tokens)
-
-    def start(self, hidden: Tensor) -> Tensor:
-        """Return the memory before a path's first draft, `[..., r]`, for states `[..., H]`."""
-        return hidden.new_zeros(*hidden.shape[:-1], self.rank)
-
     def read(self, code: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of W2 for the next draft, `[..., r]`, and the memory after it, `[..., r]`.
 
         Args:
             code: of the token before, `[..., r]`.
             hidden: the state of the draft, `[..., H]`.
-            memory: of the drafts before, `[..., r]`.
+            memory: of the drafts before, `[..., r]`; 0 before a path's first.
         """
         if self.gate_proj is not None:
             return torch.sigmoid(self.gate_proj(torch.cat([hidden, code], -1))) * code, memory
@@ -68,13 +59,9 @@ class MarkovHead(nn.Module):
             return torch.tanh(out), share * memory + (1 - share) * torch.tanh(fresh)
         return code, memory
 
-    def bias(self, reading: Tensor) -> Tensor:
-        """Return W2 of readings `[..., r]`, which is added to logits, `[..., V']`."""
-        return self.markov_w2(reading)
-
     def along(self, codes: Tensor, hidden: Tensor) -> Tensor:
         """Return the readings of whole blocks, `[A, k, r]`, of codes `[A, k, r]` and states `[A, k, H]`."""
-        memory, readings = self.start(hidden[:, 0]), []
+        memory, readings = torch.zeros_like(codes[:, 0]), []
         for code, state in zip(codes.unbind(1), hidden.unbind(1), strict=True):
             reading, memory = self.read(code, state, memory)
             readings.append(reading)
@@ -141,8 +128,8 @@ class MarkovLearning(FollowingLearning):
 
     def logits(self, states: Tensor) -> Tensor:
         hidden, codes = self.split(states)
-        logits, head = super().logits(hidden), self.drafter.markov_head
-        return logits if head is None else logits + head.bias(head.along(codes, hidden)).flatten(0, 1)
+        logits, head = super().logits(states), self.drafter.markov_head
+        return logits if head is None else logits + head.markov_w2(head.along(codes, hidden)).flatten(0, 1)
 
     def aux_loss(self, states: Tensor, alpha: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
         if (head := self.drafter.confidence_head) is None:
@@ -173,7 +160,7 @@ class DSpark(DFlash[DSparkConfig]):
         """Return the Markov head's codes of `tokens` `[...]`, `[..., r]`; without one r is 0."""
         if self.markov_head is None:
             return torch.zeros(*tokens.shape, 0, dtype=self.dtype, device=tokens.device)
-        return self.markov_head.code(tokens)
+        return self.markov_head.markov_w1(tokens)
 
     @property
     def abilities(self) -> Abilities:
@@ -188,24 +175,23 @@ class MarkovSession(FollowingSession):
 
     drafter: DSpark
     states: Tensor  # of the drafts of this round, `[B, k, H]`
-    plain: Tensor  # their logits before they are corrected, `[B, k, V']`
     memory: Tensor  # of the Markov head before the root, after it, and after each node that was read, `[B, 2 + n, r]`
     last: tuple[Tensor, Tensor] | None = None  # of a chain's next draft: states `[B, H]`, codes `[B, r]`
 
     def begin(self, states: Tensor, logits: Tensor) -> None:
-        self.states, self.plain = states, logits
+        self.states = states
         self.memory = states.new_zeros(len(states), 1, self.drafter.config.markov_rank)
 
     def following(self, tokens: Tensor, depths: Tensor, parents: Tensor | None) -> Tensor:
-        head, hidden, plain = self.drafter.markov_head, *(take_positions(x, depths) for x in (self.states, self.plain))
-        code = self.drafter.code(tokens)
+        plain, head, code = required(self.drafts.logits, UNBEGUN), self.drafter.markov_head, self.drafter.code(tokens)
+        hidden, plain = take_positions(self.states, depths), take_positions(plain, depths)
         self.last = hidden[:, -1], code[:, -1]
         if head is None:
             return plain
         memory = self.memory[:, -1:] if parents is None else take_positions(self.memory, parents + 2)
         reading, after = head.read(code, hidden, memory)
         self.memory = torch.cat([self.memory, after], 1)
-        return plain + head.bias(reading)
+        return plain + head.markov_w2(reading)
 
     def confidence(self) -> Tensor:
         head = required(self.drafter.confidence_head, "this drafter has no confidence head.")

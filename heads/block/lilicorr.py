@@ -29,8 +29,8 @@ from ..divergences import TargetDistribution
 from ..session import required, take_positions
 from .block_layers import BlockLayer, CachedBlocks
 from .block_losses import FollowingLearning
-from .dflash import DFlash, FollowingSession
-from .dflash2 import ConvolvedBlockLayer, ConvolvedConfig
+from .dflash import DFlash
+from .dflash2 import CandidateSession, ConvolvedBlockLayer, ConvolvedConfig
 
 FEATURES = 5  # of a candidate: see `Correlator.features`
 
@@ -47,7 +47,7 @@ class LiLiCorrConfig(ConvolvedConfig):
         lilicorr_mlp_ratio: units of its feed-forwards, in units of L.
         lilicorr_factor_dim: F; 0 for L.
         lilicorr_logit_scale: the largest score; the probabilities of two candidates differ at most by e to twice that.
-        lilicorr_vector_eps: the length below which a vector is not made longer.
+        lilicorr_vector_eps: shorter vectors are divided by it, and so stay shorter than 1.
     """
 
     least: ClassVar = ConvolvedConfig.least | dict.fromkeys(
@@ -189,9 +189,9 @@ class Correlator(nn.Module):
 class LatticeLearning(FollowingLearning):
     """DFlash's own loss, and beside it the same divergence of the scores' distribution, on the candidates.
 
-    The target is renormalised on them. Against tokens that followed, one that is no candidate teaches the transformer
-    nothing, and so does, in any loss, a draft after one: no drafter gets there. (NVIDIA's loss has a penalty of what
-    the target rejects in the place of a divergence from the target.)
+    The target is renormalised on them. Where the token that followed is no candidate, it teaches nothing in a loss of
+    such tokens, and the draft right after it nothing in any loss: its predecessor could not have been drafted.
+    (NVIDIA's loss has a penalty of what the target rejects in the place of a divergence from the target.)
     """
 
     drafter: LiLiCorr
@@ -202,9 +202,6 @@ class LatticeLearning(FollowingLearning):
         before = self.targets.places[:, :1] - 2  # the drafts' first place is the one after the root's
         anchors = self.drafter.fuse(self.batch.hidden[self.targets.rows[:, None], before])
         return anchors.expand(-1, self.targets.places.shape[1], -1)
-
-    def logits(self, states: Tensor) -> Tensor:
-        return super().logits(self.split(states)[0])
 
     def selected(
         self, states: Tensor, logits: Tensor, reference: TargetDistribution
@@ -246,8 +243,9 @@ class LiLiCorr(DFlash[LiLiCorrConfig]):
             logits: DFlash's, `[A, k, V']`.
             anchors: the fused hidden state before each root, `[A, H]`.
         """
-        best, candidates = logits.float().topk(self.config.lilicorr_candidate_topk)
-        log_probs = best - logits.float().logsumexp(-1, keepdim=True)
+        logits = logits.float()
+        best, candidates = logits.topk(self.config.lilicorr_candidate_topk)
+        log_probs = best - logits.logsumexp(-1, keepdim=True)
         tokens = candidates if self.output_ids is None else self.output_ids[candidates]
         embedded = target.embed(tokens).detach().to(states.dtype)
         return candidates, self.lilicorr(embedded, log_probs, states, anchors)
@@ -256,12 +254,11 @@ class LiLiCorr(DFlash[LiLiCorrConfig]):
         return LatticeSession(self, target, cache, layers)
 
 
-class LatticeSession(FollowingSession):
-    """A session that draws each draft from its candidates; the logits of all other tokens are −inf."""
+class LatticeSession(CandidateSession):
+    """A session that scores all candidates of a round at once, each after each of the draft before."""
 
     drafter: LiLiCorr
     anchors: Tensor | None = None  # the fused hidden state before each root, `[B, H]`; None before the first update
-    candidates: Tensor  # of this round's drafts, in the draft vocabulary, `[B, k, C]`
     scores: Tensor  # of the candidates after each of the draft before, `[B, k · C, C]`
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
@@ -279,11 +276,10 @@ class LatticeSession(FollowingSession):
         candidates, drafted = (take_positions(self.candidates, depths - i) for i in (0, 1))  # [B, W, C]
         if (ids := self.drafter.output_ids) is not None:
             drafted = ids[drafted]
-        # A token that is no candidate, which no draft is, passes for the first of them; so does the root.
+        # A token that is none of the candidates (the root, or what a fusion copied) counts as the first of them.
         places = (drafted == tokens[..., None]).int().argmax(-1)
         scores = take_positions(self.scores, depths * candidates.shape[-1] + places)
-        nowhere = scores.new_full((*tokens.shape, self.drafter.config.draft_vocab_size), float("-inf"))
-        return nowhere.scatter(-1, candidates, scores)
+        return self.over_candidates(candidates, scores)
 
     # The anchors stand from `update` to the next round.
 

@@ -28,7 +28,7 @@ from ...targets import Nodes, RaggedCache, RowLengths
 from ..base import Drafter, DrafterLoss, TargetBatch, compare_drafts
 from ..decoder_layer import FusedLayer, angles
 from ..losses import AcceptedPositions, Head, PositionLosses, acceptance_metrics
-from ..session import DeferredPrefillSession, OnePassDrafts, PendingInputs
+from ..session import DeferredPrefillSession, OnePassDrafts, OnePassSession, PendingInputs
 
 _PART = 256  # masks in one product with the keys: more of them would see more that is masked
 
@@ -368,7 +368,7 @@ def rollout_loss(
     return DrafterLoss.sum(of_texts(texts) for texts in batch.texts())
 
 
-class ParallelSession(DeferredPrefillSession):
+class ParallelSession(OnePassSession, DeferredPrefillSession):
     """A session that reads, in one pass, the tokens committed since the last round and the masks after them."""
 
     def __init__(self, drafter: Drafter[Any], depth: int, cache: RaggedCache, head: Head):
@@ -392,13 +392,6 @@ class ParallelSession(DeferredPrefillSession):
         last = (counts.tensor - 1)[:, None, None].expand(-1, 1, output.shape[2])
         states = torch.cat([output.gather(1, last), output[:, output.shape[1] - masks :]], 1)  # [B, 1 + masks, H]
         return self.drafts.start(self.head(states))
-
-    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        return self.drafts.after(parents)
-
-    def reset(self) -> None:
-        super().reset()
-        self.drafts.logits = None
 
 
 def place_texts(cache: RaggedCache, counts: RowLengths, width: int, masks: int) -> Tensor:

@@ -31,7 +31,7 @@ from ...targets import Backbone, Nodes, RaggedCache, Target, decoder_layers
 from ..base import Drafter, DrafterLoss, TargetBatch, TrainedConfig
 from ..divergences import LossName, own_precision
 from ..self_speculative import LentCacheSession
-from ..session import Abilities, OnePassDrafts
+from ..session import Abilities, OnePassDrafts, OnePassSession
 from ..vocabulary import check_mask
 from .parallel_drafts import Rollouts, rollout_loss
 
@@ -166,7 +166,7 @@ class Uno(Drafter[UnoConfig]):
         return UnoSession(self, target, (batch_size, max_length + spare + self.config.steps), cache)
 
 
-class UnoSession(LentCacheSession):
+class UnoSession(OnePassSession, LentCacheSession):
     """A session that reads the root and the noise after it in the target's cache."""
 
     def __init__(self, drafter: Uno, target: Target, size: tuple[int, int], lent: RaggedCache | None):
@@ -183,13 +183,6 @@ class UnoSession(LentCacheSession):
         with self.drafter.drafting(self.linears, len(root), 1):
             states, _ = self.modules.run(torch.cat([root[:, None], noise], 1), self.cache)
         return self.drafts.start(self.head(states))
-
-    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        return self.drafts.after(parents)
-
-    def reset(self) -> None:
-        super().reset()
-        self.drafts.logits = None
 
 
 def linear_layers(target: Backbone) -> dict[str, nn.Linear]:

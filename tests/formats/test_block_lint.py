@@ -63,6 +63,11 @@ def fewer_drafts(config: Config) -> None:
     config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 2
 
 
+def silent_windows(config: Config) -> None:
+    config[LAYER] |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
+    del config["sliding_window_non_causal"]
+
+
 OURS, THEIRS, OWN = "aux_hidden_state_layer_ids", "target_layer_ids", "dflash_config"
 LAYER = "transformer_layer_config"
 CONVOLUTIONS = "conv_kernel_size", "conv_group_size"
@@ -85,6 +90,8 @@ FAULTS: list[tuple[str, str, str, Callable[[Config], Any], str]] = [
     ("causal in one place", "z-lab", "dflash", put(OWN, causal=True), "causal"),
     ("two sizes", "z-lab", "dflash", put(OWN, block_size=9), "block-size"),
     ("no size", "z-lab", "dflash", lambda c: c.pop("block_size"), "block-size-missing"),
+    ("causal without a window", "speculators", "dflash", put(sliding_window_non_causal=False), "causal"),
+    ("windows and no word", "speculators", "dflash2", silent_windows, "causal-missing"),
     ("a window", "z-lab", "dflash", put(OWN, use_swa=True), "window"),
     ("one layer with a window", "speculators", "dflash", put(LAYER, layer_types=MIXED), "mixed-layers"),
     ("fewer drafts than a block", "speculators", "dflash", fewer_drafts, "block-depth"),

@@ -16,6 +16,7 @@ from outrider.formats import LAYOUTS, export_drafter, import_drafter, launch
 from outrider.formats.engine_logits import passage_of, session_logits
 from outrider.formats.lint import lint
 from outrider.heads import load_drafter
+from outrider.targets import Target
 
 from .faults import edit_config, edit_tensors
 
@@ -217,3 +218,45 @@ def test_a_launch_can_be_told_how_many_drafts_to_keep():
     )
     with pytest.raises(IncompatibleError, match="sglang cannot be told"):
         launch("sglang", "eagle3", "target", "folder", 2, rates=rates)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["eagle1", "dflash", "dflash2", "dspark", "lilicorr"])
+def test_logits_that_a_target_scales_are_scaled_by_the_engine_or_refused(
+    tiny_llama, make_drafter, tmp_path, monkeypatch, to, kind
+):
+    """Granite divides them; engines take a factor of the drafter's own config, of DFlash and EAGLE alone."""
+    target = Target(tiny_llama(layers=6))
+    monkeypatch.setattr(target.model.config, "logits_scaling", 16.0, raising=False)
+    assert target.logit_scale == 1 / 16
+    settings = {"mask_token_id": 63} if kind != "eagle1" else {}
+    drafter, out = make_drafter(kind, on=target, draft_vocab_size=0, **settings), tmp_path / "out"
+    if kind not in ("eagle1", "dflash"):
+        with pytest.raises(IncompatibleError, match=r"multiplies its logits by 0\.0625, .* not for"):
+            export_drafter(drafter, target, to, out, 3)
+        return
+    assert export_drafter(drafter, target, to, out, 3).difference < 1e-4
+    written = json.loads((out / "config.json").read_text())
+    assert (written.get("transformer_layer_config") or written)["logit_scale"] == 1 / 16
+    import_drafter(out, target)
+
+
+def test_temperatures_of_confidences_stay_behind_with_a_warning(export, caplog):
+    export("dspark", temperatures=[1.5, 1.2, 1.1])
+    assert "no place for the temperatures of confidences" in caplog.text
+    export("dspark", to="speculators")
+    assert caplog.text.count("no place for the temperatures") == 1
+
+
+@pytest.mark.parametrize("table", ["embed_tokens.weight", "lm_head.weight"])
+def test_a_block_drafter_with_the_tables_of_another_target_is_refused(target, export, tmp_path, table):
+    """Pruned, its rows are those of its own tokens."""
+    out = export("dspark").folder
+    rows = target.model.get_input_embeddings().weight.detach().clone()
+    if table == "lm_head.weight":
+        rows = load_file(out / "model.safetensors")[table]
+    edit_tensors(lambda tensors: tensors | {table: rows})(out)
+    import_drafter(out, target)
+    edit_tensors(lambda tensors: tensors | {table: rows + 0.1})(out)
+    with pytest.raises(IncompatibleError, match=r"embed|lm_head"):
+        import_drafter(out, target)

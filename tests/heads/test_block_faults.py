@@ -34,7 +34,7 @@ def trained(target: Target, drafter: DSpark, tokens: Tensor) -> Tensor:
     states = drafter.states(target, tokens, hidden, anchored(STARTS))
     before = tokens.gather(1, (torch.tensor(STARTS)[:, :, None] + torch.arange(5)).flatten(1)).view(3, 2, 5)
     readings = drafter.markov_head.along(drafter.code(before).flatten(0, 1), states.flatten(0, 1))
-    return target.lm_head(states, drafter.output_ids) + drafter.markov_head.bias(readings).view(3, 2, 5, -1)
+    return target.lm_head(states, drafter.output_ids) + drafter.markov_head.markov_w2(readings).view(3, 2, 5, -1)
 
 
 def apart(found: list[list[Tensor]], expected: Tensor) -> float:

@@ -47,7 +47,7 @@ def block_logits(target: Target, drafter: DSpark, tokens: Tensor, row: int, plac
     beyond = torch.nn.functional.pad(tokens, (0, drafter.max_depth))  # a block may pass the end of the text
     before = beyond[row, place : place + drafter.max_depth][None]
     logits, head = target.lm_head(states, drafter.output_ids), drafter.markov_head
-    return (logits if head is None else logits + head.bias(head.along(head.code(before), states)))[0]
+    return (logits if head is None else logits + head.markov_w2(head.along(head.markov_w1(before), states)))[0]
 
 
 def test_logits_in_training_are_the_decoders(target, drafter):

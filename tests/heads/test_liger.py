@@ -106,17 +106,17 @@ def no_gradient(values: Tensor) -> Tensor:
     return values
 
 
-TORCH = "total_variation takes torch's operations: liger-kernel's "
+TORCH = "total_variation takes torch's operations on cpu: liger-kernel's "
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda *_: 1 / 0, TORCH + r"does not run on cpu \(division by zero\)"),
-        (lambda reference, logits: logits.log_softmax(-1).sum(-1), TORCH + "is off by .* on cpu"),
+        (lambda *_: 1 / 0, TORCH + "does not run: division by zero"),
+        (lambda reference, logits: logits.log_softmax(-1).sum(-1), TORCH + "is off by "),
         (
             lambda p, logits: no_gradient(divergences.total_variation(p.log_probs, logits.log_softmax(-1))),
-            "is off by nan on cpu",
+            TORCH + "is off by nan",
         ),
     ],
 )

@@ -48,7 +48,7 @@ from .check import check
 from .drafter_init import check_makes
 from .provenance import PROVENANCE, check_same_run, read_provenance, require_result
 from .run import train
-from .search import EARLY, Score, Search, kept_scores, scored, timing_key
+from .search import EARLY, Score, Search, at_depth, kept_scores, scored, timing_key
 
 _SHARED = ("target", "data", "eval", "template")  # sections in which recipes must say the same, but for a method's own:
 _METHOD = ("data.on_policy", "data.on_policy_temperature", "data.verified")
@@ -115,13 +115,16 @@ def _compare(
     for recipe in (r for r in moved if not finished.get(r.name, True)):
         check_makes(recipe, target)
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
+    scoring = _Scoring(seconds, target, suites, console)
     if search:
-        moved = search.halve(moved, seconds, _Scoring(seconds, target, suites, console), scores, len(recipes))
+        moved = search.halve(moved, seconds, scoring, scores, len(recipes))
     for recipe in list(moved):
         if recipe.name in finished:  # it was given
             _train(recipe, seconds, target, finished[recipe.name], console)
         elif not _trains(recipe, seconds, target, console):
             moved.remove(recipe)
+    if search:  # the best depth grows with training
+        moved = [at_depth(recipe, scoring.score(recipe).depth) for recipe in moved]
     if not is_given and first.eval.dtype not in ("auto", first.target.dtype):
         target = Target.load(**first.target.to_load() | {"dtype": first.eval.dtype})
     entrants = [
@@ -200,7 +203,11 @@ class _Scoring:
         if not _trains(recipe, seconds, self.target, self.console):
             return Score(1, 1.0, 0.0)
         clear_away(output / "checkpoints")
-        drafter = load_drafter(output / "drafter", self.target)
+        return self.score(recipe, share)
+
+    def score(self, recipe: Recipe, share: float = 1.0) -> Score:
+        """Return what a candidate that was trained for a share of the time is predicted to reach."""
+        drafter = load_drafter(recipe.output_folder / "drafter", self.target)
         settings = timing_key(recipe, drafter.max_depth)
         prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in self.suites)
         limit = math.ceil(prompts * min(1.0, share / EARLY))

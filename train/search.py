@@ -121,7 +121,7 @@ class Search:
         file: Path,
         given: int = 0,
     ) -> list[Recipe]:
-        """Return the finalists, still to be trained for all of the `seconds`, each with its best depth in `eval`.
+        """Return the finalists, which are still to be trained for all of the `seconds`.
 
         Args:
             score: trains a candidate for so many seconds, and measures it.
@@ -147,8 +147,7 @@ class Search:
             _log.info(said, len(left), time, order[0].name, best["tau"], best["speedup"], best["depth"])
             most = math.ceil(len(candidates) / REDUCTION ** (1 + rounds - before))
             others = [recipe.name for recipe in order if recipe.name not in stay][: max(1, most - given)]
-            kept = (recipe for recipe in order if recipe.name in stay or recipe.name in others)
-            left = [_at_depth(recipe, scores[recipe.name]["depth"]) for recipe in kept]
+            left = [recipe for recipe in order if recipe.name in stay or recipe.name in others]
         return left
 
 
@@ -191,8 +190,9 @@ def _content(recipe: Recipe) -> str:
     return json.dumps(told, sort_keys=True, default=str)
 
 
-def _at_depth(recipe: Recipe, depth: int) -> Recipe:
-    chain = {"depth": depth, "width": 1, "nodes": None, "tree": None}  # which is what was scored
+def at_depth(recipe: Recipe, depth: int) -> Recipe:
+    """Return a recipe whose drafter is measured in chains of that depth."""
+    chain = {"depth": depth, "width": 1, "nodes": None, "tree": None}
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update=chain)})
 
 

@@ -223,6 +223,13 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
         timings.append(tuner.drafter.name)
         return take_times(tuner, *args)
 
+    def scored(scoring: Any, made: Recipe, share: float = 1.0) -> Score:
+        found = score(scoring, made, share)
+        depths.update({made.name: found.depth} if share == 1 else {})
+        return found
+
+    score, depths = module._Scoring.score, dict[str, int]()
+    monkeypatch.setattr(module._Scoring, "score", scored)
     monkeypatch.setattr(module, "train", counted)
     monkeypatch.setattr(_Tuner, "chain_times", timed)
     search = Search.of(7, ["drafter.steps=[1, 2, 3]", "training.learning_rate=[1e-3, 3e-3, 1e-2]"])
@@ -248,7 +255,8 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
     best = load_recipe(out / "best.yaml")
     assert best.name == max(whole, key=lambda name: report.headline(name).speedup.value)
     assert best.data == given.data
-    assert best.eval.depth == scores[best.name]["depth"]
+    assert depths.keys() == set(whole), "found anew after all of the training"
+    assert best.eval.depth == depths[best.name]
     assert (out / "best.yaml").read_text().startswith("# The fastest of 7 candidates: ")
     short = load_recipe(out / "search" / best.name / "0.3" / "recipe.yaml")
     assert (short.training["warmup_steps"], short.data.holdout) == (2, 0.0), "a third of the time; nothing for metrics"

@@ -32,6 +32,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="of both recipes, beside the grid's")
     parser.add_argument("--grid", type=Path, required=True, help="what regret.py has written")
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--before", type=Path, help="the result of the same search, which this one goes on with")
     asked = parser.parse_args(given)
     TimeBudget.now = time.process_time  # type: ignore[method-assign]
     grid = read_json(asked.grid)
@@ -43,6 +44,7 @@ def main(given: Sequence[str] | None = None) -> int:
         began = time.process_time()
         found = compare(recipes, then["seconds"], asked.work, target, search=Search(len(rows)))
         seconds = time.process_time() - began
+    seconds += read_json(asked.before)["search_seconds"] if asked.before else 0
     finalists = {c.name: found.headline(c.name).speedup for c in found.contestants if c.training}
     winner, best = max(finalists, key=lambda name: finalists[name].value), max(rows, key=lambda n: rows[n]["speedup"])
     result: dict[str, Any] = {"conditions": conditions(target, target=then["target"], seconds=then["seconds"])}
@@ -51,6 +53,7 @@ def main(given: Sequence[str] | None = None) -> int:
     result["regret"] = round(1 - rows[winner]["speedup"] / rows[best]["speedup"], 4)
     result["finalists"] = {
         name: {"speedup": s.value, "interval": [s.low, s.high], "of_the_grid": rows[name]["speedup"]}
+        | {"tau": found.headline(name).tau.value}
         for name, s in finalists.items()
     }
     result["scores"] = read_json(asked.work / "search.json")
@@ -64,8 +67,9 @@ def tables(result: dict[str, Any]) -> list[str]:
     names = ("winner", "best", "regret", "search_seconds", "grid_seconds", "share")
     one = [result["conditions"]["target"], *(str(result[name]) for name in names)]
     speed = "{speedup:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
-    rows = [[n, speed.format(**row), f"{row['of_the_grid']:.3f}"] for n, row in result["finalists"].items()]
-    return [table(head, [one]), table(["finalist", "speedup", "of the grid's"], rows)]
+    finalists = result["finalists"].items()
+    rows = [[n, speed.format(**row), f"{row['tau']:.2f}", f"{row['of_the_grid']:.3f}"] for n, row in finalists]
+    return [table(head, [one]), table(["finalist", "speedup", "τ", "speedup of the grid's"], rows)]
 
 
 if __name__ == "__main__":

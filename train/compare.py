@@ -139,10 +139,8 @@ def _compare(
     if search:
         best = max(moved, key=lambda recipe: report.headline(recipe.name).speedup.value)
         data = best.data.model_copy(update={"responses": recipes[0].data.responses})
-        own = {"data": data, "output": "runs/{name}"}
-        write_atomically(
-            place / "best.yaml", _why(best, report, candidates, seconds) + best.model_copy(update=own).to_yaml()
-        )
+        kept = best.model_copy(update={"data": data, "output": "runs/{name}"})
+        write_atomically(place / "best.yaml", _why(best, report, candidates, seconds) + kept.to_yaml())
         lines = scored(scores)
         for recipe in moved:
             lines.setdefault(recipe.name, []).append((seconds, report.headline(recipe.name).speedup.value))

@@ -32,6 +32,10 @@ class Refusal(BadInputError):  # noqa: N818 (it is no fault: this is how Outride
         return cls(f"{fspath(file)}: {found}; expected {expected}. {advice}")
 
 
+class NotFiniteError(BadInputError):
+    """A loss, a gradient or logits that are NaN or infinite."""
+
+
 class IncompatibleError(OutriderError, ValueError):
     """Two things that do not fit together: tokenizer, vocabulary, taps (exit code 3)."""
 

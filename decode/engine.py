@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..common import BadInputError
-from ..common.errors import LIBRARY_ERRORS, IncompatibleError, reason
+from ..common.errors import LIBRARY_ERRORS, IncompatibleError, NotFiniteError, reason
 from ..common.machine import clock
 from ..heads import Abilities, Drafter, NoDraftSession, Session
 from ..targets import RowLengths, Target
@@ -476,13 +476,13 @@ class Run:
         return events
 
     def _require_finite(self, rows: list[RoundRow]) -> None:
-        """Raise BadInputError, naming the layer, if the logits of an unfinished row are not finite."""
+        """Raise NotFiniteError, naming the layer, if the logits of an unfinished row are not finite."""
         for i, row in zip(self.active, rows, strict=True):
             if row.not_finite and not self.sequences[i].done:
                 count, advice = len(self.sequences[i].tokens), "Take a good copy of the weights."
                 if self.target.dtype == torch.float16:
                     advice += " Or load the target in bfloat16 or float32: float16 ends at 65504."
-                raise BadInputError(
+                raise NotFiniteError(
                     f"prompt {i}, after {count} new {'token' if count == 1 else 'tokens'}: the logits are not finite "
                     f"(NaN or infinite), so no token can be drawn from them. {self._traced(i).explanation()} {advice}"
                 )

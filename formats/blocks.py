@@ -36,7 +36,7 @@ from ..heads import (
 )
 from ..targets import Target
 from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking
-from .engine_logits import Layers, ProbeSequence, Weights, output_table, scale_field
+from .engine_logits import Layers, ProbeSequence, Weights, output_table, require_unscaled, scale_field
 from .llama import (
     EMBEDDINGS,
     check_embeddings,
@@ -177,7 +177,7 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
         return lacks
 
     def write(self, drafter: DFlash, target: Target, depth: int) -> DrafterFiles:
-        require_servable(drafter, target, depth)
+        require_servable(drafter, target, depth, scales=self.drafter == "dflash")
         config = drafter.config
         tensors = own_tensors(drafter) | vocabulary_maps(drafter.token_ids, config.vocab_size)
         if drafter.output_ids is not None:
@@ -194,6 +194,11 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
         values = written_config(drafter, target, depth, CLASSES[drafter.name][2], layer, fields)
         return DrafterFiles(values | head_fields(config), tensors)
 
+    def read(self, files: DrafterFiles, target: Target) -> DFlash:
+        if "sliding_attention" in (self.layer(files.config).get("layer_types") or []):
+            require_fields(files.config, ("sliding_window_non_causal",), str(files.config_file))  # readers differ
+        return super().read(files, target)
+
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return config.get("speculators_model_type") == self.drafter
 
@@ -204,13 +209,12 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
         require_fields(config, ("transformer_layer_config", TAPS, "mask_token_id", "block_size"), where)
         layer, kind = self.layer(config), config["speculators_model_type"]
         sliding = "sliding_attention" in (layer.get("layer_types") or [])
-        require_fields(config, ("sliding_window_non_causal",) * sliding, where)  # readers differ in what it is then
         return BlockFlags(
             taps=tuple(config[TAPS]),
             mask=int(config["mask_token_id"]),
             slots=int(config["block_size"]),
             from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
-            causal=sliding and not config["sliding_window_non_causal"],
+            causal=sliding and not config.get("sliding_window_non_causal", True),
             window=int(layer["sliding_window"]) if sliding else None,
             markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
             selector=selector_fields(self.drafter, config, where),
@@ -238,22 +242,19 @@ def their_name(name: str) -> str:
     return name.replace(ours, theirs)
 
 
-def require_servable(drafter: DFlash, target: Target, depth: int) -> None:
+def require_servable(drafter: DFlash, target: Target, depth: int, scales: bool = False) -> None:
     """Refuse a drafter that engines would run otherwise than it was trained.
 
-    They multiply the logits of DFlash alone as some targets do (Granite, Cohere), embed a token in the place of its
-    mask, and run a shorter block where fewer drafts are asked for, which gives other drafts.
+    They embed a token in the place of its mask, and run a shorter block where fewer drafts are asked for, which gives
+    other drafts. `scales`: whether they multiply logits by the `logit_scale` of its config.json.
     """
     if drafter.config.mask_token_id is None:
         raise IncompatibleError(
             f"this {drafter.name} drafter has learned its mask, and engines embed a token in its place; train it with "
             "a drafter.mask_token_id that no text has."
         )
-    if target.logit_scale != 1 and drafter.name != "dflash":
-        raise IncompatibleError(
-            f"this target multiplies its logits by {target.logit_scale:.4g}, and engines do so for dflash drafters, "
-            f"but not for {drafter.name}; train a dflash, an eagle1 or an eagle3 drafter."
-        )
+    if not scales:
+        require_unscaled(target, drafter.name)
     whole = not drafter.config.causal or isinstance(drafter, LiLiCorr)  # which scores the candidates of all drafts
     if depth != drafter.max_depth and whole:
         raise IncompatibleError(

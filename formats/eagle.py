@@ -22,7 +22,15 @@ from ..heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from ..targets import Target
 from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking, with_prefix
 from .blocks import own_tensors
-from .engine_logits import Flags, ProbeSequence, eagle1_logits, eagle3_logits, embedding_table, scale_field
+from .engine_logits import (
+    Flags,
+    ProbeSequence,
+    eagle1_logits,
+    eagle3_logits,
+    embedding_table,
+    require_unscaled,
+    scale_field,
+)
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
 from .speculators import BESIDE, TAPS, Speculators, tapped_embeddings, taps_lacking
 
@@ -59,13 +67,15 @@ class EagleLayout(ExportLayout[Eagle1, Eagle1Config]):
             tensors["fc.weight"] = scaled.to(weight.dtype) if exact else scaled  # an engine rounds once, as it loads
         if self.engine == "sglang" and not drafter.config.fc_bias:
             tensors["fc.bias"] = weight.new_zeros(len(weight))
+        if self.engine != "vllm":
+            require_unscaled(target, drafter.name)
         if self.engine == "eagle":
             tensors[EMBEDDINGS] = embedding_table(target)
         window = drafter.config.sliding_window if self.keeps_window else 0
-        values = llama_config(drafter.config, window) | {
+        values = llama_config(drafter.config, window) | scale_field(target)
+        values |= {
             # vLLM counts its layers from the target's last one on, unless it is told how many come before.
             **({"target_layer_count": target.num_layers} if window else {}),
-            **scale_field(target),
             # vLLM puts "Eagle" before the name of a Llama by itself.
             "architectures": ["LlamaForCausalLMEagle" if self.engine == "sglang" else "LlamaForCausalLM"],
             "bias": drafter.config.fc_bias,

@@ -93,8 +93,17 @@ def output_table(target: Target) -> Tensor:
 
 
 def scale_field(target: Target) -> dict[str, float]:
-    """Return the field of a drafter's config.json by which an engine scales logits as the target does; {} if by 1."""
+    """Return the field of a drafter's config.json by which vLLM scales logits as the target does; {} if by 1."""
     return {} if target.logit_scale == 1 else {"logit_scale": target.logit_scale}
+
+
+def require_unscaled(target: Target, name: str) -> None:
+    """Refuse a drafter of type `name` whose engine would leave out the factor of the target's logits."""
+    if target.logit_scale != 1:
+        raise IncompatibleError(
+            f"this target multiplies its logits by {target.logit_scale:.4g}, which the engine does not for such "
+            f"a {name} drafter; train an eagle3 drafter, or serve an eagle1 or a dflash drafter by vLLM."
+        )
 
 
 class Weights:

@@ -440,7 +440,7 @@ def _speculators_slots(view: CheckpointView) -> Findings:
     sliding = "sliding_attention" in (layer.get("layer_types") or [])
     if sliding and "sliding_window_non_causal" not in config:
         what = "its layers have a window, and config.json no sliding_window_non_causal."
-        yield unusual("causal-missing", what, "vLLM then reads each block whole.")
+        yield unusual("causal-missing", what, "vLLM then reads each block whole, speculators DFlash's causally.")
     if not sliding and kind != "dspark" and config.get("sliding_window_non_causal") is False:
         what = "sliding_window_non_causal is false, and its layers have no window."
         yield fault("causal", what, "speculators reads each block whole, vLLM causally.")

@@ -35,7 +35,7 @@ from .blocks import (
     require_servable,
     selector_fields,
 )
-from .engine_logits import ProbeSequence, embedding_table, output_table, scale_field
+from .engine_logits import ProbeSequence, embedding_table, output_table
 from .llama import EMBEDDINGS, require_fields
 from .speculators import tapped_embeddings, taps_lacking
 
@@ -217,7 +217,6 @@ def _architectures(config: dict[str, Any]) -> set[str]:
 
 def _flat(drafter: DFlash, target: Target, architecture: str) -> dict[str, Any]:
     return layer_config(drafter.config) | {
-        **scale_field(target),
         "architectures": [architecture],
         "block_size": drafter.config.block_size,
         "num_target_layers": target.num_layers,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..common import BadInputError, digests
-from ..common.errors import did_you_mean
+from ..common.errors import NotFiniteError, did_you_mean
 from ..targets import Target
 from ..targets.weights import overflow_of
 from .base import Drafter
@@ -94,7 +94,7 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
     if dtype is not None:
         drafter.cast(dtype)
     if overflow := overflow_of(drafter):
-        raise BadInputError(f"the drafter at {str(path)!r} cannot be used. {overflow}Take a good copy of the weights.")
+        raise NotFiniteError(f"the drafter at {str(path)!r} cannot be used. {overflow}Take a good copy of the weights.")
     return drafter.eval()
 
 

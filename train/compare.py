@@ -18,7 +18,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from rich.console import Console
 
 from ..common import BadInputError, OutriderError
 from ..common.atomic import clear_away, write_atomically
+from ..common.errors import NotFiniteError
 from ..common.locks import locked
 from ..distill.data_set import learnt_questions
 from ..distill.responses import data_folder, distill
@@ -106,7 +107,8 @@ def _compare(
     first, is_given, scores = moved[0], target is not None, place / "search.json"
     target = target or Target.load(**first.target.to_load())
     if search:
-        moved = [_placed(recipe, place) for recipe in search.draw(recipes, partial(_problem, target=target))]
+        problem = partial(_problem, place=place, seconds=seconds, target=target)
+        moved = [_placed(recipe, place) for recipe in search.draw(recipes, problem)]
         kept_scores(scores, moved, seconds)
     candidates = len(moved)
     learnt, about = learnt_questions(data_folder(first)), f"the responses in {data_folder(first)}"
@@ -115,16 +117,14 @@ def _compare(
     for recipe in (r for r in moved if not finished.get(r.name, True)):
         check_makes(recipe, target)
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
-    scoring = _Scoring(seconds, target, suites, console)
     if search:
-        moved = search.halve(moved, seconds, scoring, scores, len(recipes))
-    for recipe in list(moved):
-        if recipe.name in finished:  # it was given
+        scoring = _Scoring(seconds, target, suites, console, finished.keys())
+        left = search.halve(moved, seconds, scoring, scores, len(recipes))
+        ends = {recipe.name: scoring.trained(recipe, seconds) for recipe in left}
+        moved = [at_depth(recipe, ends[recipe.name].depth) for recipe in left if ends[recipe.name].speedup]
+    else:
+        for recipe in moved:
             _train(recipe, seconds, target, finished[recipe.name], console)
-        elif not _trains(recipe, seconds, target, console):
-            moved.remove(recipe)
-    if search:  # the best depth grows with training
-        moved = [at_depth(recipe, scoring.score(recipe).depth) for recipe in moved]
     if not is_given and first.eval.dtype not in ("auto", first.target.dtype):
         target = Target.load(**first.target.to_load() | {"dtype": first.eval.dtype})
     entrants = [
@@ -154,24 +154,14 @@ def _placed(recipe: Recipe, place: Path) -> Recipe:
     return recipe.model_copy(update={"data": data, "output": str(place / recipe.name)})
 
 
-def _problem(recipe: Recipe, target: Target) -> str:
+def _problem(recipe: Recipe, place: Path, seconds: float, target: Target) -> str:
     """Return why a recipe cannot be trained for the target: a draft vocabulary may be too large, say. "" if it can."""
     try:
-        check_training(recipe.training)
+        check(recipe.model_copy(update={"output": str(place / recipe.name)}), seconds=seconds)
         check_makes(recipe, target)
-    except OutriderError as error:
+    except (OutriderError, torch.OutOfMemoryError) as error:
         return str(error)
     return ""
-
-
-def _trains(recipe: Recipe, seconds: float, target: Target, console: Console | None) -> bool:
-    """Train a candidate; return whether it could be: a loss may grow without end, or memory may not do."""
-    try:
-        _train(recipe, seconds, target, _finished(recipe, seconds), console)
-    except (BadInputError, torch.OutOfMemoryError) as error:
-        _log.warning("search: %s is left out: %s", recipe.name, error)
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -186,6 +176,7 @@ class _Scoring:
     target: Target
     suites: Sequence[Suite]
     console: Console | None
+    given: Set[str]  # names of candidates that must be trained
     times: dict[str, ChainTimes] = field(default_factory=dict)
 
     def __call__(self, recipe: Recipe, seconds: float) -> Score:
@@ -198,13 +189,24 @@ class _Scoring:
         told = recipe.eval.model_copy(update={"training_prompts": 0, "patience": None})
         changed = {"output": str(output), "data": data, "training": training, "eval": told}
         recipe = recipe.model_copy(update=changed)
-        if not _trains(recipe, seconds, self.target, self.console):
-            return Score(1, 1.0, 0.0)
+        score = self.trained(recipe, seconds)
         clear_away(output / "checkpoints")
-        return self.score(recipe, share)
+        return score
 
-    def score(self, recipe: Recipe, share: float = 1.0) -> Score:
-        """Return what a candidate that was trained for a share of the time is predicted to reach."""
+    def trained(self, recipe: Recipe, seconds: float) -> Score:
+        """Train a candidate, and return what it is predicted to reach: a speedup of 0 where what was drawn diverges, or
+        does not fit into memory."""
+        is_done = _finished(recipe, seconds)
+        try:
+            _train(recipe, seconds, self.target, is_done, self.console)
+            return self._score(recipe, seconds / self.whole)
+        except (NotFiniteError, torch.OutOfMemoryError) as error:
+            if recipe.name in self.given:
+                raise
+            _log.warning("search: %s is left out: %s", recipe.name, error)
+            return Score(1, 1.0, 0.0)
+
+    def _score(self, recipe: Recipe, share: float) -> Score:
         drafter = load_drafter(recipe.output_folder / "drafter", self.target)
         settings = timing_key(recipe, drafter.max_depth)
         prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in self.suites)
@@ -288,9 +290,11 @@ def _train(recipe: Recipe, seconds: float, target: Target, is_done: bool, consol
         return
     wandb: Any = sys.modules.get("wandb")
     theirs = wandb is not None and wandb.run is not None  # the caller's own run, if there is one, holds all
-    result = train(recipe, target, console=console, seconds=seconds)
-    if not theirs and (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
-        wandb.finish()  # else transformers would report the next training to the same run
+    try:
+        result = train(recipe, target, console=console, seconds=seconds)
+    finally:
+        if not theirs and (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
+            wandb.finish()  # else transformers would report the next training to the same run
     _log.info("%s: %d steps in %g seconds%s", recipe.name, result.steps, seconds, held_out_taus(result.metrics))
 
 

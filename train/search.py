@@ -153,11 +153,12 @@ class Search:
 
 def kept_scores(file: Path, candidates: Sequence[Recipe], seconds: float) -> dict[str, Any]:
     """Return what `halve` has kept in `file`, or the beginning of it. BadInputError if it is of another search."""
-    told: dict[str, Any] = {r.name: {"drafter": r.drafter, "training": r.training} for r in candidates}
-    asked = {"candidates": told, "seconds": seconds, "eval": candidates[0].eval.model_dump(mode="json")}
+    told = {r.name: r.model_dump(mode="json", include={"drafter", "training", "data"}) for r in candidates}
+    shared = candidates[0].model_dump(mode="json", include={"target", "template", "eval"})
+    asked = json.loads(json.dumps({"candidates": told, "seconds": seconds, **shared}))
     known = _read(file) or asked
     if other := [name for name, value in asked.items() if known.get(name) != value]:
-        raise BadInputError(f"{file} is of a search of other {', '.join(other)}; choose another --out, or delete it.")
+        raise BadInputError(f"{file} is of a search of other {', '.join(other)}; choose another --out.")
     return known
 
 

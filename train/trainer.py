@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..common import BadInputError
+from ..common.errors import NotFiniteError
 from ..distill.data_set import DEPTHS
 from ..heads import AcceptedPositions, Drafter, DrafterLoss
 from . import checkpoints, muon
@@ -114,7 +114,7 @@ class FiniteGuard(TrainerCallback):
         way_on = "No checkpoint yet."
         if kept is not None:
             way_on = f"The last good checkpoint is {kept}; to go on, set drafter.init to it and choose another output."
-        raise BadInputError(
+        raise NotFiniteError(
             f"training stopped before step {self.trainer.state.global_step + 1}, which was not applied: {what}. "
             f"{self._rows_of(step)} Try: lower training.learning_rate (now {args.learning_rate:g}); lower "
             f"training.max_grad_norm (now {args.max_grad_norm:g}){half}. {way_on}"

@@ -16,12 +16,14 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.common import BadInputError
 from outrider.common.digests import read_sealed
+from outrider.common.errors import NotFiniteError
 from outrider.eval import Report
 from outrider.eval.reports.render import print_comparison
 from outrider.eval.tuner import _Tuner
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 from outrider.train import compare as module
+from outrider.train import run as train_module
 from outrider.train import train
 from outrider.train.compare import compare, differences
 from outrider.train.search import Score, Search
@@ -167,9 +169,20 @@ def test_each_training_has_a_wandb_run_of_its_own(recipe, target, tmp_path, monk
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
         monkeypatch.setenv(f"WANDB_{name}", value)
     wandb.teardown()
-    compare([recipe("heads", report_to="wandb"), recipe("eagle", report_to="wandb")], 0.2, tmp_path / "out", target)
+    given = [recipe("heads", report_to="wandb"), recipe("eagle", report_to="wandb")]
+    save_whole = train_module.save_whole
+
+    def full(*_: Any) -> None:
+        raise BadInputError("the disk is full")
+
+    monkeypatch.setattr(train_module, "save_whole", full)
+    with pytest.raises(BadInputError, match="the disk is full"):
+        compare(given, 0.2, tmp_path / "out", target)
+    assert wandb.run is None, "not even of a training that failed"
+    monkeypatch.setattr(train_module, "save_whole", save_whole)
+    compare(given, 0.2, tmp_path / "out", target)
     assert wandb.run is None
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2, "the first had only to be saved"
 
 
 def test_two_recipes_of_one_name_and_a_budget_of_nothing_are_refused(recipe, target, tmp_path):
@@ -223,13 +236,13 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
         timings.append(tuner.drafter.name)
         return take_times(tuner, *args)
 
-    def scored(scoring: Any, made: Recipe, share: float = 1.0) -> Score:
+    def scored(scoring: Any, made: Recipe, share: float) -> Score:
         found = score(scoring, made, share)
         depths.update({made.name: found.depth} if share == 1 else {})
         return found
 
-    score, depths = module._Scoring.score, dict[str, int]()
-    monkeypatch.setattr(module._Scoring, "score", scored)
+    score, depths = module._Scoring._score, dict[str, int]()
+    monkeypatch.setattr(module._Scoring, "_score", scored)
     monkeypatch.setattr(module, "train", counted)
     monkeypatch.setattr(_Tuner, "chain_times", timed)
     search = Search.of(7, ["drafter.steps=[1, 2, 3]", "training.learning_rate=[1e-3, 3e-3, 1e-2]"])
@@ -277,32 +290,49 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
         compare([hotter], 0.9, out, target, search=search)
 
 
-def test_what_cannot_be_trained_is_left_out_and_the_best_keeps_its_data(recipe, target, tmp_path, monkeypatch):
-    """A learning rate at which the loss grows without end; and a draft model that writes for itself."""
-    train, failed = module.train, []
+def test_what_diverges_is_left_out_and_anything_else_stops_a_search(recipe, target, tmp_path, monkeypatch):
+    """A learning rate at which the loss grows without end; then a full disk, after which nothing is kept as a score."""
+    train, failed, full = module.train, [], []
 
     def unsteady(made: Recipe, *args: Any, **kwargs: Any) -> Any:
         if float(made.training.get("learning_rate", 0)) == 9.0:
             failed.append(made.name)
-            raise BadInputError("training stopped before step 3, which was not applied: the loss is nan.")
+            raise NotFiniteError("training stopped before step 3, which was not applied: the loss is nan.")
+        if full:
+            raise BadInputError("the disk is full")
         return train(made, *args, **kwargs)
 
     monkeypatch.setattr(module, "train", unsteady)
-    given = recipe("small", data={"on_policy": 0.5})
-    search = Search.of(3, ["training.learning_rate=[9.0, 1e-3]"])
-    report = compare([given, recipe("heads")], 0.3, tmp_path / "out", target, search=search)
-    assert {c.name for c in report.contestants if c.training} >= {"small", "heads"}
-    drawn = read_sealed(tmp_path / "out" / "search.json", "")["candidates"]
-    unsteady_ones = [name for name, told in drawn.items() if told["training"].get("learning_rate") == 9.0]
-    assert set(failed) == set(unsteady_ones)
-    best = load_recipe(tmp_path / "out" / "best.yaml")
+    given = [recipe("small", data={"on_policy": 0.5}), recipe("heads")]
+    search, out = Search.of(4, ["training.learning_rate=[9.0]"]), tmp_path / "out"
+    full.append(True)
+    with pytest.raises(BadInputError, match="the disk is full"):
+        compare(given, 0.3, out, target, search=search)
+    assert not (out / "search.json").exists()
+    full.clear()
+    report = compare(given, 0.3, out, target, search=search)
+    assert {c.name for c in report.contestants if c.training} == {"small", "heads"}
+    assert len(set(failed)) == 2
+    scores = read_sealed(out / "search.json", "")["0.1 seconds"]
+    assert {name for name, score in scores.items() if score["speedup"] == 0} == set(failed)
+    best = load_recipe(out / "best.yaml")
     assert best.data.on_policy == (0.5 if best.drafter["type"] == "draft_model" else 0.0)
+
+
+def test_a_given_recipe_that_diverges_stops_a_search_at_once(recipe, target, tmp_path, monkeypatch):
+    def diverges(*_: Any, **__: Any) -> Any:
+        raise NotFiniteError("the loss is nan")
+
+    monkeypatch.setattr(module, "train", diverges)
+    with pytest.raises(NotFiniteError, match="the loss is nan"):
+        compare([recipe("eagle")], 0.3, tmp_path / "out", target, search=Search(4))
 
 
 def test_a_search_that_finds_nothing_to_try_says_why(recipe, target, tmp_path):
     tried = [(9, ["drafter.stepps=[1, 2]"], "did you mean 'steps'")]
     tried += [(9, ["training.learning_rat=[1.0]"], "did you mean 'learning_rate'")]
     tried += [(9, ["drafter.taps=[[99]]"], "99"), (9, ["drafter.steps=[2]"], "Name values with --over")]
+    tried += [(9, ["training.lr_scheduler_type=[inverse_sqrt]"], "cannot follow a time budget")]
     tried += [(2, ["drafter.steps=[1, 3]"], "expected more than 2 candidates")]
     for candidates, over, said in tried:
         given = [recipe("eagle"), recipe("heads")][: 2 if candidates == 2 else 1]
@@ -337,6 +367,14 @@ def test_given_recipes_stay_to_the_end(recipe, tmp_path):
     assert [one.name for one in left] == ["c0", "c2", "c1"]
     left = Search(36).halve(candidates[:6], 27.0, score, tmp_path / "few.json", 4)
     assert {one.name for one in left} == {"c0", "c1", "c2", "c3", "c4"}, "one at least that was not given"
+    mixed = [one.model_copy(update={"data": one.data.model_copy(update={"on_policy": 0.5})}) for one in candidates]
+    with pytest.raises(BadInputError, match=r"search.json is of a search of other candidates"):
+        Search(36).halve(mixed, 27.0, score, tmp_path / "search.json", 2)
+    tupled = [
+        recipe("eagle", DRAFTERS["eagle"] | {"taps": (1, 2)}).model_copy(update={"name": f"c{i}"}) for i in (1, 2)
+    ]
+    for _ in range(2):
+        Search(36).halve(tupled, 27.0, score, tmp_path / "tuples.json", 1)
     left = Search(36).halve(candidates, 27.0, score, tmp_path / "other.json")
     assert [one.name for one in left] == ["c2", "c3"]
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.recipes import load_recipe
+from outrider.targets import Target
 from outrider.train.checkpoints import last_complete, state_of
 from outrider.train.forecast import LEAST_STEPS, SCHEDULES, forecast
 
-from ...report import command, number, options, publish, table
+from ...report import command, conditions, number, options, publish, table
 
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.7)
 
@@ -57,7 +58,8 @@ def main(given: Sequence[str] | None = None) -> int:
         [f"{r['share']:.0%}", f"{r['covered']} of {r['trainings']}", *(f"{r[k]:.3f}" for k in ("off", "bias", "width"))]
         for r in rows
     ]
-    publish({"forecasts": rows, "trainings": trainings}, asked.out, [table(head, shown)])
+    about = conditions(Target.load("embedded", dtype="float32"), logging_steps=10)
+    publish({"conditions": about, "forecasts": rows, "trainings": trainings}, asked.out, [table(head, shown)])
     return 0
 
 

@@ -155,7 +155,7 @@ def kept_scores(file: Path, candidates: Sequence[Recipe], seconds: float) -> dic
     """Return what `halve` has kept in `file`, or the beginning of it. BadInputError if it is of another search."""
     told = {r.name: r.model_dump(mode="json", include={"drafter", "training", "data"}) for r in candidates}
     shared = candidates[0].model_dump(mode="json", include={"target", "template", "eval"})
-    asked = json.loads(json.dumps({"candidates": told, "seconds": seconds, **shared}))
+    asked = {"candidates": told, "seconds": seconds, **shared}
     known = _read(file) or asked
     if other := [name for name, value in asked.items() if known.get(name) != value]:
         raise BadInputError(f"{file} is of a search of other {', '.join(other)}; choose another --out.")

@@ -350,7 +350,7 @@ def test_a_drafter_that_does_not_train_its_target_is_refused(recipe, target, dra
 def test_methods_are_not_compared_on_targets_that_differ(recipe):
     said = r"joint trains its target, too \(joint\), and a comparison has one target for all"
     with pytest.raises(BadInputError, match=said):
-        check_comparable([recipe("plain", MEDUSA), joined(recipe("joint", MEDUSA))])
+        check_comparable([recipe("heads", MEDUSA), joined(recipe("joint", MEDUSA))])
 
 
 def test_a_time_budget_and_targets_with_an_adapter_or_in_parts_are_refused(recipe, target, tiny_llama):

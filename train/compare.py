@@ -106,6 +106,8 @@ def _compare(
     finished = {recipe.name: _finished(recipe, seconds) for recipe in moved}
     first, is_given, scores = moved[0], target is not None, place / "search.json"
     target = target or Target.load(**first.target.to_load())
+    for recipe in (r for r in moved if not finished[r.name]):
+        check_makes(recipe, target)
     if search:
         problem = partial(_problem, place=place, seconds=seconds, target=target)
         moved = [_placed(recipe, place) for recipe in search.draw(recipes, problem)]
@@ -114,8 +116,6 @@ def _compare(
     learnt, about = learnt_questions(data_folder(first)), f"the responses in {data_folder(first)}"
     suites = suites_of(target, first.eval, first.template, learnt, about, first.data.allow_leaks)
     baselines = [baseline(name, target) for name in first.eval.baselines]
-    for recipe in (r for r in moved if not finished.get(r.name, True)):
-        check_makes(recipe, target)
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
     if search:
         scoring = _Scoring(seconds, target, suites, console, finished.keys())
@@ -288,14 +288,17 @@ def _train(recipe: Recipe, seconds: float, target: Target, is_done: bool, consol
     if is_done:
         _log.warning("%s: trained before, in %s", recipe.name, recipe.output_folder)
         return
-    wandb: Any = sys.modules.get("wandb")
-    theirs = wandb is not None and wandb.run is not None  # the caller's own run, if there is one, holds all
+    theirs = _wandb_run()  # the caller's own run, if there is one, holds all
     try:
         result = train(recipe, target, console=console, seconds=seconds)
     finally:
-        if not theirs and (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
-            wandb.finish()  # else transformers would report the next training to the same run
+        if theirs is None and (run := _wandb_run()) is not None:
+            run.finish()  # else transformers would report the next training to the same run
     _log.info("%s: %d steps in %g seconds%s", recipe.name, result.steps, seconds, held_out_taus(result.metrics))
+
+
+def _wandb_run() -> Any:
+    return getattr(sys.modules.get("wandb"), "run", None)
 
 
 def _how(recipe: Recipe) -> TrainingInfo:

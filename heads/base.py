@@ -40,7 +40,6 @@ class TargetBatch:
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
         step: seeds a loss's draws from a row, beside the row's text: so neither batch nor process changes them.
         documents: the texts of each row, where rows hold several; None where each holds one. For drafters that `pack`.
-        progress: which share of the training is over before this step, from 0 to 1.
         verified: the positions that rounds of decoding reached, on which a share of the loss lies; None for a loss
             without it. For drafters that `follow_rounds`.
     """
@@ -51,7 +50,6 @@ class TargetBatch:
     hidden: Tensor | None
     last: Tensor
     step: int = 0
-    progress: float = 1.0
     documents: Documents | None = None
     verified: AcceptedPositions | None = None
 

@@ -53,7 +53,6 @@ class FeatureConfig(LayerConfig):
 
     Attributes:
         steps: unrolled steps S in training.
-        grow_steps: share of the training over which the unrolled steps grow from 1 to S; 0 for S from its beginning.
         decay: weight of step i is `decay ** i`.
         weighting: `decay` alone, or `reach`: times the probability that a round gets to that step, by the analytic
             acceptance of the steps before it.
@@ -65,13 +64,11 @@ class FeatureConfig(LayerConfig):
     """
 
     least: ClassVar = {"num_layers": 1, "steps": 1, "feature_loss": 0, "sliding_window": 0}
-    shares: ClassVar[tuple[str, ...]] = ("grow_steps",)
     words: ClassVar = {"weighting": ("decay", "reach")}
 
     steps: int = 1
     decay: float = 0.8
     loss: LossName = "soft_ce"
-    grow_steps: float = 0.0
     weighting: str = "decay"
     feature_loss: float = 0.0
     sliding_window: int = 0
@@ -89,12 +86,6 @@ class FeatureConfig(LayerConfig):
         """Whether a step reads the last one's output after `FeatureDrafter.finish`, and not the output itself."""
         return False
 
-    def steps_at(self, progress: float) -> int:
-        """Return how many steps are unrolled when this share of the training is over."""
-        if progress >= self.grow_steps:
-            return self.steps
-        return 1 + int((self.steps - 1) * progress / self.grow_steps)
-
 
 class FeatureDrafter(LayerDrafter):
     """A head that feeds on its own output; an architecture defines what is before and after its layers."""
@@ -104,7 +95,7 @@ class FeatureDrafter(LayerDrafter):
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
     # Settings that older heads have not, without an effect: so they are no part of a head's digest.
-    later: ClassVar[dict[str, Any]] = {"grow_steps": 0.0, "weighting": "decay", "sliding_window": 0}
+    later: ClassVar[dict[str, Any]] = {"weighting": "decay", "sliding_window": 0}
 
     def identity_settings(self) -> dict[str, Any]:
         settings = super().identity_settings()
@@ -171,10 +162,9 @@ class FeatureDrafter(LayerDrafter):
         assert batch.hidden is not None
         wanted = batch.supervised.clone()  # [B, T]
         wanted[:, :2] = False
-        steps = self.config.steps_at(batch.progress)
         # Later steps run where something is learned: from S + 1 before a text's first such token, index 0 from here on.
-        places = places_of(wanted, 1 + steps, batch.documents)
-        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places, steps)  # S times [B, T', H]
+        places = places_of(wanted, 1 + self.config.steps, batch.documents)
+        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places)  # S times [B, T', H]
         wanted = nn.functional.pad(wanted, (0, places.width)).gather(1, places.at)  # [B, T']
         rows, learned = wanted.nonzero()[:, 0], places.at[wanted]  # [P], where the learned tokens stand
         # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}: all stands at that one here.
@@ -202,14 +192,11 @@ class FeatureDrafter(LayerDrafter):
             }
         return DrafterLoss(total, wanted.sum(), metrics)
 
-    def unroll(
-        self, target: Target, tokens: Tensor, hidden: Tensor, places: Places | None = None, steps: int = 0
-    ) -> list[Tensor]:
+    def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, places: Places | None = None) -> list[Tensor]:
         """Return the last layer's output at each of the S steps of a training-time test, `[B, T', H]` each.
 
         Index j of row b and step i stands for t = places.at[b, j] and the pair whose token is x_{t+1+i}; where a text
-        has no such token, it is arbitrary. Without `places` rows are one text each, and t = j; without `steps` there
-        are as many as the config says.
+        has no such token, it is arbitrary. Without `places` rows are one text each, and t = j.
         """
         places = places or WholeRows([0] * len(tokens), tokens.shape[1], tokens.device)
         window = self.config.sliding_window
@@ -219,7 +206,7 @@ class FeatureDrafter(LayerDrafter):
         read = self.read(target.embed(tokens).to(state.dtype), first)
         rotary = angles(self.rotary, state, places.positions)
         outputs = [layers.forward(*self.enter(read.roll(-1, 1), state, first), rotary)]  # [B, T', H]
-        for i in range(1, steps or self.config.steps):
+        for i in range(1, self.config.steps):
             rotary = angles(self.rotary, outputs[-1], places.positions_of(i))
             state = self.finish(outputs[-1]) if self.config.feeds_finished else outputs[-1]
             entered = self.enter(places.cut(read, 1 + i), state, first)

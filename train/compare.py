@@ -119,8 +119,10 @@ def _compare(
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
     if search:
         scoring = _Scoring(seconds, target, suites, console, finished.keys())
+        # First what was given: if that cannot be trained, the search ends at once.
+        ends = {recipe.name: scoring.trained(recipe, seconds) for recipe in moved[: len(recipes)]}
         left = search.halve(moved, seconds, scoring, scores, len(recipes))
-        ends = {recipe.name: scoring.trained(recipe, seconds) for recipe in left}
+        ends |= {recipe.name: scoring.trained(recipe, seconds) for recipe in left[len(recipes) :]}
         moved = [at_depth(recipe, ends[recipe.name].depth) for recipe in left if ends[recipe.name].speedup]
     else:
         for recipe in moved:
@@ -169,7 +171,8 @@ class _Scoring:
     """Scores of the candidates of a search, of which the last ones are trained for `whole` seconds.
 
     A score costs little: no rows are held out, the learning rate warms up for the same share of the time, a training of
-    less than `EARLY` is measured on fewer prompts, and `times` of rounds serve all that draft with the same settings.
+    less than `EARLY` is measured on a third of the prompts, and `times` of rounds serve all that draft with the same
+    settings.
     """
 
     whole: float
@@ -210,7 +213,7 @@ class _Scoring:
         drafter = load_drafter(recipe.output_folder / "drafter", self.target)
         settings = timing_key(recipe, drafter.max_depth)
         prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in self.suites)
-        limit = math.ceil(prompts * min(1.0, share / EARLY))
+        limit = math.ceil(prompts / 3) if share < EARLY else prompts
         asked, known = recipe.eval.model_copy(update={"limit": limit}), self.times.get(settings)
         chain, plain, self.times[settings] = best_chain(self.target, drafter, self.suites, asked, known)
         return Score(chain.plan.depth, round(chain.tau, 4), round(chain.predicted / plain.predicted, 4))

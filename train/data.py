@@ -143,7 +143,7 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths
 
     Raises BadInputError if there is nothing to train on.
     """
-    contents = table["content"]
+    contents = table["content"][:]
     learnable = [i for i, mask in enumerate(table["loss_mask"]) if any(mask[FIRST_LEARNED:])]
     held = {i for i in learnable if is_held_out(contents[i], holdout)}
     training = [i for i in learnable if i not in held]

@@ -1,8 +1,8 @@
 """Recipes drawn around given ones, and compared by successive halving (arXiv 1502.07943).
 
-All candidates are trained for a short time, the best third for three times as long, and so on, until few are left for
-the whole time. The given recipes hold places to the end, since a short training flatters what learns quickly: what is
-found is no slower than what was given. Each training begins anew: the schedule of its learning rate ends with its time.
+What was drawn is trained for a short time, the best third for three times as long, and so on, until few are left for
+the whole time. The given recipes are among these: a short training flatters what learns quickly, and so what is found
+is no slower than what was given. Each training begins anew: the schedule of its learning rate ends with its time.
 Rounds are timed once for all candidates that draft alike, so that chance in a timing decides nothing among them (after
 an interruption anew).
 """
@@ -28,7 +28,7 @@ from .drafter_init import FREE
 
 REDUCTION = 3  # of the candidates one in so many goes on, for so many times as long
 FINALISTS = 3  # at most, that are trained for the whole time; more where more are given
-EARLY = 1 / 9  # of the whole time; shorter trainings differ by so much that fewer prompts tell them apart
+EARLY = 0.3  # of the whole time; shorter trainings differ by so much that a third of the prompts tells them apart
 _FACTORS = {"training.learning_rate": (1 / 3, 3.0), "drafter.draft_vocab_size": (0.5, 2.0)}  # of a recipe's own value
 _VALUES = {"drafter.num_layers": (1, 2), "drafter.steps": (1, 2, 4), "drafter.loss": ("soft_ce", "lk_hybrid")}
 _OWN = object()  # stands for the recipe's own value
@@ -126,14 +126,14 @@ class Search:
         Args:
             score: trains a candidate for so many seconds, and measures it.
             file: keeps the scores; those that it holds are not made again.
-            given: so many of the first candidates stay to the end, and at least one other.
+            given: so many of the first candidates are finalists without a score, beside at least one other.
 
         Raises:
             BadInputError: `file` is of another search.
         """
         known = kept_scores(file, candidates, seconds)
-        left, stay = list(candidates), {recipe.name for recipe in candidates[:given]}
-        rounds = max(1, math.ceil(math.log(len(left) / FINALISTS, REDUCTION) - 1e-9))
+        left = list(candidates[given:])
+        rounds = max(1, math.ceil(math.log(len(candidates) / FINALISTS, REDUCTION) - 1e-9))
         for before in range(rounds, 0, -1):
             time = round(seconds / REDUCTION**before, 3)
             scores = known.setdefault(f"{time:g} seconds", {})
@@ -146,9 +146,8 @@ class Search:
             said = "search: %d candidates, %g seconds each; the best, %s: τ %.2f, %.2f× predicted at depth %d"
             _log.info(said, len(left), time, order[0].name, best["tau"], best["speedup"], best["depth"])
             most = math.ceil(len(candidates) / REDUCTION ** (1 + rounds - before))
-            others = [recipe.name for recipe in order if recipe.name not in stay][: max(1, most - given)]
-            left = [recipe for recipe in order if recipe.name in stay or recipe.name in others]
-        return left
+            left = order[: max(1, most - given)]
+        return [*candidates[:given], *left]
 
 
 def kept_scores(file: Path, candidates: Sequence[Recipe], seconds: float) -> dict[str, Any]:

@@ -297,7 +297,6 @@ class DrafterTrainer(HookedTrainer):
         """Return this micro-batch's share of the global batch's mean loss, `[]`."""
         batch = self.data.batches.of(inputs)
         batch.step = self.args.seed * 1_000_003 + self.state.global_step
-        batch.progress = self.share
         if self.data.verified:
             batch.verified = AcceptedPositions(inputs[DEPTHS], self.data.verified)
         loss = loss_of(model(batch))

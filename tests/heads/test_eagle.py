@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -334,20 +333,6 @@ def test_a_step_weighs_what_the_probability_that_a_round_gets_there_is(target, n
     torch.testing.assert_close(found, torch.autograd.grad(expected, weight)[0], rtol=1e-3, atol=1e-5)
 
 
-def test_steps_grow_as_training_goes_on(target):
-    """By hand; and each share of the training has the loss and gradient of a head with so many steps."""
-    drafter = made(Eagle3, target, steps=4, grow_steps=0.6, feature_loss=2.0).requires_grad_(True)
-    shares = [0.0, 0.19, 0.2, 0.25, 0.4, 0.59, 0.6, 1.0]
-    assert [drafter.config.steps_at(share) for share in shares] == [1, 1, 2, 2, 3, 3, 4, 4]
-    data = batch(target, drafter, sequences())
-    for share, steps in ((0.0, 1), (0.25, 2), (0.5, 3), (1.0, 4)):
-        alone = made(Eagle3, target, steps=steps, feature_loss=2.0).requires_grad_(True)
-        found, expected = drafter.loss(replace(data, progress=share)), alone.loss(data)
-        assert found.metrics.keys() == expected.metrics.keys()
-        slopes = [torch.autograd.grad(x.total, list(d.parameters())) for x, d in ((found, drafter), (expected, alone))]
-        torch.testing.assert_close(*slopes, rtol=0, atol=0)
-
-
 def test_with_a_loss_on_features_the_norm_before_the_output_begins_as_the_targets(target):
     torch.nn.init.uniform_(norm := target.model.model.norm.weight, 0.5, 1.5)
     settings = {"feature_loss": 1.0}, {}, {"feature_loss": 1.0, "init_from_target": False}
@@ -357,7 +342,7 @@ def test_with_a_loss_on_features_the_norm_before_the_output_begins_as_the_target
 
 
 def test_settings_without_effect_leave_the_digest_of_a_head(target):
-    assert made(Eagle3, target).identity_settings().keys().isdisjoint({"weighting", "grow_steps", "feature_loss"})
+    assert made(Eagle3, target).identity_settings().keys().isdisjoint({"weighting", "feature_loss"})
     assert made(Eagle3, target, weighting="reach").identity_settings()["weighting"] == "reach"
 
 

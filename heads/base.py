@@ -221,7 +221,6 @@ def compare_drafts(
     head: Head | Sequence[Head],
     parameters: Sequence[Tensor] = (),
     weights: Tensor | None = None,  # [P] or [S, P]
-    after: Tensor | None = None,  # [P]
 ) -> PositionLosses:
     """Compare a drafter's distributions of the tokens at `places` of `rows` with the target's, by the drafter's loss.
 
@@ -229,11 +228,10 @@ def compare_drafts(
         drafted: the input of `head`, which returns draft logits.
         parameters: the weights that `head` trains.
         weights: of each loss in the total; 1 if None.
-        after: see `chunked_compare`.
     """
     rule = divergence(drafter.config.loss)
     settings = LossSettings(batch.target.lm_head, head, rule, drafter.output_ids, parameters)
-    return chunked_compare(batch.last[rows, places - 1], drafted, settings, weights, batch.tokens[rows, places], after)
+    return chunked_compare(batch.last[rows, places - 1], drafted, settings, weights, batch.tokens[rows, places])
 
 
 def teacher_forced_loss(

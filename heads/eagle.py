@@ -54,8 +54,6 @@ class FeatureConfig(LayerConfig):
     Attributes:
         steps: unrolled steps S in training.
         decay: weight of step i is `decay ** i`.
-        weighting: `decay` alone, or `reach`: times the probability that a round gets to that step, by the analytic
-            acceptance of the steps before it.
         feature_loss: weight of SmoothL1 between what the output embedding reads and the target's last hidden state, in
             units of the latter's root mean square, so that it means the same for every target.
         num_layers: decoder layers; the first reads embedding and hidden state.
@@ -64,12 +62,10 @@ class FeatureConfig(LayerConfig):
     """
 
     least: ClassVar = {"num_layers": 1, "steps": 1, "feature_loss": 0, "sliding_window": 0}
-    words: ClassVar = {"weighting": ("decay", "reach")}
 
     steps: int = 1
     decay: float = 0.8
     loss: LossName = "soft_ce"
-    weighting: str = "decay"
     feature_loss: float = 0.0
     sliding_window: int = 0
 
@@ -94,8 +90,8 @@ class FeatureDrafter(LayerDrafter):
     follows_rounds = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
-    # Settings that older heads have not, without an effect: so they are no part of a head's digest.
-    later: ClassVar[dict[str, Any]] = {"weighting": "decay", "sliding_window": 0}
+    # A setting that older heads have not, without an effect: so it is no part of a head's digest.
+    later: ClassVar[dict[str, Any]] = {"sliding_window": 0}
 
     def identity_settings(self) -> dict[str, Any]:
         settings = super().identity_settings()
@@ -177,16 +173,12 @@ class FeatureDrafter(LayerDrafter):
         weights = self.config.decay**index * here  # [S, P]
         if batch.verified is not None:  # step i predicts the draft at depth i + 1 of the root that it began with
             weights = batch.verified.weighed(weights, rows, learned, index + 1, batch.documents)
-        after = None
-        # The draft before stands at the position before, if that is learned. Held-out losses stay comparable.
-        if self.config.weighting == "reach" and self.training:
-            after = nn.functional.pad((rows.diff() == 0) & (learned.diff() == 1) & (within.diff() == 1), (1, 0))
         head = partial(self.logits, target=batch.target)
-        result = compare_drafts(self, batch, rows, learned, predicted, head, self.output_weights(), weights, after)
+        result = compare_drafts(self, batch, rows, learned, predicted, head, self.output_weights(), weights)
         total, metrics = result.total, metrics_by_depth(result, wanted, here)
         if weight := self.config.feature_loss:
             lost = self.feature_loss(predicted, batch.last[rows, learned - 1])
-            total = total + weight * (lost * result.weights).sum()
+            total = total + weight * (lost * weights).sum()
             metrics |= {
                 f"feature_d{i + 1}": (lost[i][known].sum().detach(), known.sum()) for i, known in enumerate(here)
             }

@@ -31,7 +31,6 @@ class PositionLosses:
     loss: Tensor  # of each position; where the draft vocabulary is pruned, from p renormalised on it
     alpha: Tensor  # Σ min(p, q), the analytic acceptance probability; mass that q cannot reach counts as rejected
     top1: Tensor  # 1.0 where both agree on the most probable token
-    weights: Tensor  # of each loss in the total
 
 
 def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +88,6 @@ def chunked_compare(
     settings: LossSettings,
     weights: Tensor | None = None,  # [P] or [S, P]
     following: Tensor | None = None,  # [P]
-    after: Tensor | None = None,  # [P]
 ) -> PositionLosses:
     """Return the comparison of the logits of hidden states, a chunk at a time, so that `[P, V]` never exists.
 
@@ -99,18 +97,14 @@ def chunked_compare(
     Args:
         weights: of each loss in the total; 1 if None.
         following: the tokens that followed, for a hard loss.
-        after: if given, the weight of step i is also multiplied by how probable it is that steps 0 to i − 1 of its
-            round were accepted, which is not differentiated: step i − 1 stands at the position before where `after` is
-            True; where it is False, nothing is known of it, and it counts as accepted.
     """
     steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]  # [S, P, H']
     shape = steps.shape[:2]
     weights = steps.new_ones(shape) if weights is None else weights.reshape(shape)
-    weights, heads = weights.float().clone(), settings.draft_head
+    weights, heads = weights.float(), settings.draft_head
     heads = [heads] * len(steps) if callable(heads) else heads
     slopes = ChunkedSlopes(steps, settings.parameters)
     results = steps.new_zeros(3, *shape, dtype=torch.float32)  # loss, alpha and top1, [3, S, P]
-    reached = torch.ones_like(weights)
     size = settings.chunk or CHUNKS.get(target_hidden.device.type, CHUNK)
     for begin in range(0, len(target_hidden), size):
         part = slice(begin, begin + size)
@@ -118,19 +112,15 @@ def chunked_compare(
             tokens = None if following is None else following[part]
             reference = TargetDistribution.of(settings.target_head(target_hidden[part]), settings.kept, tokens)
         for i, head in enumerate(heads):
-            if after is not None and i:
-                before = (reached[i - 1] * results[1, i - 1]).roll(1)  # its first position is after none
-                reached[i, part] = before[part].where(after[part], 1.0)
-                weights[i, part] *= reached[i, part]
             hidden = slopes.chunk((i, part))
             compared = compare(reference, head(hidden), settings.rule)
             results[:, i, part] = torch.stack([values.detach() for values in compared])
             slopes.learn((compared[0] * weights[i, part]).sum(), hidden, (i, part))
     total = slopes.attach((results[0] * weights).sum())
     if draft_hidden.ndim < 3:
-        results, weights = results[:, 0], weights[0]
+        results = results[:, 0]
     loss, alpha, top1 = results
-    return PositionLosses(total, loss, alpha, top1, weights)
+    return PositionLosses(total, loss, alpha, top1)
 
 
 class ChunkedSlopes:

@@ -48,10 +48,9 @@ class PEagleConfig(Eagle3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.feature_loss or self.weighting != "decay" or self.sliding_window:
+        if self.feature_loss or self.sliding_window:
             raise BadInputError(
-                "peagle: feature_loss, weighting and sliding_window are of heads that read their own "
-                "outputs; leave them out."
+                "peagle: feature_loss and sliding_window are of heads that read their own outputs; leave them out."
             )
 
     def sizes(self, target: Target) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.heads import Eagle1, Eagle3, Eagle3Config, decoder_layer, load_drafter, losses
+from outrider.heads import Eagle1, Eagle3, Eagle3Config, decoder_layer, load_drafter
 from outrider.heads.decoder_layer import FusedLayer
 from outrider.heads.divergences import DIVERGENCES
 from outrider.heads.eagle import FeatureDrafter
@@ -300,39 +300,6 @@ def test_the_loss_is_the_weighted_sum_of_features_and_tokens(target, tokens_weig
         assert "feature_d1" not in result.metrics
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_a_step_weighs_what_the_probability_that_a_round_gets_there_is(target, name, monkeypatch):
-    """decay^i · Π_{d<i} α_d of the round that began at t, written as loops: a constant, whatever the chunks."""
-    monkeypatch.setattr(losses, "CHUNK", 4)
-    settings = {"noise": 0.0} if name == "eagle1" else {}
-    drafter = BOTH[name](target, steps=3, decay=0.5, weighting="reach", loss="soft_ce", feature_loss=0.5, **settings)
-    drafter.train()
-    tokens = sequences(2, 14)
-    supervised = torch.zeros_like(tokens, dtype=torch.bool)
-    supervised[0, 4:] = True
-    supervised[1, [3, 4, 5, 6, 9, 10, 11]] = True
-    data = batch(target, drafter, tokens, supervised)
-    drafter.requires_grad_(True)
-    weight = drafter.layers[0].mlp.down_proj.weight
-    (found,) = torch.autograd.grad(total := drafter.loss(data).total, weight)
-    outputs, expected = drafter.unroll(target, tokens, data.hidden), torch.zeros(())
-    target_logits = target.model(tokens).logits
-    for row, t in product(range(2), range(14)):
-        reached = 1.0
-        for step in (step for step in range(3) if t + 2 + step < 14):
-            place = t + 2 + step
-            if not supervised[row, place]:
-                reached = 1.0  # nothing is known of it
-                continue
-            p = target_logits[row, place - 1].softmax(-1)
-            q = drafter.logits(outputs[step][row, t], target).softmax(-1)
-            feature = drafter.feature_loss(outputs[step][row, t][None, None], data.last[row, place - 1][None])
-            expected = expected + reached * 0.5**step * (0.5 * feature.sum() - (p * q.log()).sum())
-            reached *= torch.minimum(p, q).sum().item()
-    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, weight)[0], rtol=1e-3, atol=1e-5)
-
-
 def test_with_a_loss_on_features_the_norm_before_the_output_begins_as_the_targets(target):
     torch.nn.init.uniform_(norm := target.model.model.norm.weight, 0.5, 1.5)
     settings = {"feature_loss": 1.0}, {}, {"feature_loss": 1.0, "init_from_target": False}
@@ -342,8 +309,8 @@ def test_with_a_loss_on_features_the_norm_before_the_output_begins_as_the_target
 
 
 def test_settings_without_effect_leave_the_digest_of_a_head(target):
-    assert made(Eagle3, target).identity_settings().keys().isdisjoint({"weighting", "feature_loss"})
-    assert made(Eagle3, target, weighting="reach").identity_settings()["weighting"] == "reach"
+    assert made(Eagle3, target).identity_settings().keys().isdisjoint({"sliding_window", "feature_loss"})
+    assert made(Eagle3, target, sliding_window=9).identity_settings()["sliding_window"] == 9
 
 
 def test_the_papers_settings_are_the_default(target):

@@ -456,7 +456,7 @@ def test_metrics_by_depth_follow_each_chain_from_its_start():
     here = torch.tensor([[True] * 6, [False, True, True, True, False, True]])
     numbers = torch.arange(1.0, 13.0).view(2, 6) / 12
     alpha, loss, top1 = numbers, 10 + numbers, 1 - numbers
-    found = metrics_by_depth(PositionLosses(loss.sum(), loss, alpha, top1, torch.ones_like(loss)), wanted, here)
+    found = metrics_by_depth(PositionLosses(loss.sum(), loss, alpha, top1), wanted, here)
     values = {name: [round(part.item(), 5) for part in pair] for name, pair in found.items()}
     assert list(values) == ["loss_d1", "top1_d1", "loss_d2", "top1_d2", "alpha_d1", "alpha_d2", "tau"]
     assert values["loss_d1"] == [round(60 + 21 / 12, 5), 6]

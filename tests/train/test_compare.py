@@ -262,7 +262,8 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
     kept = read_sealed(out / "search.json", "")
     assert len(timings) == 1, "seven candidates that draft alike"
     scores = kept["0.3 seconds"]
-    assert scores.keys() == kept["candidates"].keys() - {"eagle"} and len(scores) == 6
+    assert scores.keys() == kept["candidates"].keys() - {"eagle"}
+    assert len(scores) == 6
     order = sorted(scores, key=lambda name: -scores[name]["speedup"])
     assert whole == ["eagle", *order[:2]], "what was given, and the best two of the others"
     assert {c.name for c in report.contestants if c.training} == set(whole)

@@ -62,8 +62,9 @@ def measure_acceptance(
     sampling: Sampling,
     trees: bool,
     at_once: int = _AT_ONCE,
+    most: int = DEEPEST,
 ) -> Acceptance:
-    """Decode all prompts with the deepest chain, and with a wide tree if `trees`.
+    """Decode all prompts with the deepest chain, of `most` drafts at most, and with a wide tree if `trees`.
 
     Args:
         at_once: prompts of a batch, at most: a fusion drafts otherwise for one row than for several.
@@ -71,7 +72,7 @@ def measure_acceptance(
     Raises:
         BadInputError: every answer ends with its first token.
     """
-    decoder, depth, rounds, tokens = Decoder(target, drafter), deepest(drafter), [], 0
+    decoder, depth, rounds, tokens = Decoder(target, drafter), min(most, deepest(drafter)), [], 0
     for some in _pieces(jobs, at_once):
         prompts, ids = [j.prompt.tokens for j in some], [j.sequence for j in some]
         out = decoder.generate(prompts, max_new_tokens, sampling, Plan(depth), sequence_ids=ids)

@@ -35,7 +35,7 @@ from ..decode import Control, Costs, Decoder, Plan, Sampling, Tree, best_tree
 from ..heads import Drafter, fuse
 from ..recipes import EvalSpec
 from ..targets import Target
-from .acceptance import Acceptance, deepest, measure_acceptance
+from .acceptance import DEEPEST, Acceptance, deepest, measure_acceptance
 from .batch_timing import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
 from .generation_config import base_sampling, sampled_settings
 from .interleaved_runs import race
@@ -104,19 +104,24 @@ def tune(
 
 
 def best_chain(
-    target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec, times: ChainTimes | None = None
+    target: Target,
+    drafter: Drafter,
+    suites: Sequence[Suite],
+    settings: EvalSpec,
+    times: ChainTimes | None = None,
+    most: int = DEEPEST,
 ) -> tuple[Option, Option, ChainTimes]:
     """Return the chain that is predicted to be the fastest, the plain target, and the times behind both.
 
     At batch size 1 and the first temperature of `settings`. `times` are a drafter's of the same shape; None to take
-    them now. Raises as `tune` does.
+    them now. `most`: drafts in a chain. Raises as `tune` does.
     """
     settings = sampled_settings(target, settings)
     settings = settings.model_copy(update={"temperatures": settings.temperatures[:1]})
     jobs = make_jobs(suites, settings.limit)
     _check(target, jobs, settings, (1,))
     with threads(settings.threads):
-        tuner = _tuner(target, drafter, jobs, settings, None, False, [])
+        tuner = _tuner(target, drafter, jobs, settings, None, False, [], most)
         times = times or tuner.chain_times(tuner.curve(1, deepest(drafter)), [[job] for job in jobs])
         plain, *chains = chain_options(*times, tuner.seen, 1)
     return best(chains, 1)[0], plain, times
@@ -130,12 +135,13 @@ def _tuner(
     console: Console | None,
     trees: bool,
     fusions: list[_Fusion],
+    most: int = DEEPEST,
 ) -> _Tuner:
     """Return the search, with the acceptance of drafts, of trees, too, if `trees`."""
     bars = partial(progress, console, transient=True)
     sampling = replace(base_sampling(target, settings), temperature=float(settings.temperatures[0]))
     with bars("acceptance", 1):
-        seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, sampling, trees)
+        seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, sampling, trees, most=most)
     decoders = Decoder(target), Decoder(target, drafter)
     return _Tuner(target, drafter, jobs, settings, sampling, bars, seen, *decoders, fusions)
 

@@ -34,6 +34,7 @@ from ..common.locks import locked
 from ..distill.data_set import learnt_questions
 from ..distill.responses import data_folder, distill
 from ..eval import Report
+from ..eval.acceptance import DEEPEST
 from ..eval.measure import GENERATE, PLAIN, Contestant, baseline, measure, plan_of
 from ..eval.reports import plots
 from ..eval.reports.render import write_report
@@ -171,8 +172,8 @@ class _Scoring:
     """Scores of the candidates of a search, of which the last ones are trained for `whole` seconds.
 
     A score costs little: no rows are held out, the learning rate warms up for the same share of the time, a training of
-    less than `EARLY` is measured on a third of the prompts, and `times` of rounds serve all that draft with the same
-    settings.
+    less than `EARLY` is measured on a third of the prompts, in chains that are not so deep, and `times` of rounds serve
+    all that draft with the same settings.
     """
 
     whole: float
@@ -213,9 +214,9 @@ class _Scoring:
         drafter = load_drafter(recipe.output_folder / "drafter", self.target)
         settings = timing_key(recipe, drafter.max_depth)
         prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in self.suites)
-        limit = math.ceil(prompts / 3) if share < EARLY else prompts
+        limit, most = (math.ceil(prompts / 3), DEEPEST // 2) if share < EARLY else (prompts, DEEPEST)
         asked, known = recipe.eval.model_copy(update={"limit": limit}), self.times.get(settings)
-        chain, plain, self.times[settings] = best_chain(self.target, drafter, self.suites, asked, known)
+        chain, plain, self.times[settings] = best_chain(self.target, drafter, self.suites, asked, known, most)
         return Score(chain.plan.depth, round(chain.tau, 4), round(chain.predicted / plain.predicted, 4))
 
 

@@ -72,14 +72,22 @@ def test_the_best_chain_of_a_served_target_is_at_its_own_temperature(target, sui
     monkeypatch.setattr(target.model.generation_config, "temperature", 0.6)
     asked: list[Sampling] = []
 
-    def measured(*arguments: Any) -> Acceptance:
+    def measured(*arguments: Any, **further: Any) -> Acceptance:
         asked.append(arguments[4])
-        return measure_acceptance(*arguments)
+        return measure_acceptance(*arguments, **further)
 
     measure_acceptance = tuner.measure_acceptance
     monkeypatch.setattr(tuner, "measure_acceptance", measured)
     best_chain(target, Ngram(), suites, settings.model_copy(update={"sampling": "served"}))
     assert [sampling.temperature for sampling in asked] == [0.6]
+
+
+def test_the_best_chain_of_few_drafts_is_no_deeper(target, suites, settings):
+    """With free drafts that are always taken the deepest chain is the best one."""
+    drafter, costs = DraftModel(target.model), Costs(((0, 1.0), (8, 1.0)), draft=(0.0,) * 9)
+    times = costs, {d: RoundTimes(0.0, 1.0, 1.0) for d in (0, 1, 8)}
+    depths = [best_chain(target, drafter, suites, settings, times, most)[0].plan.depth for most in (8, 2)]
+    assert depths == [8, 2]
 
 
 def test_a_drafter_that_grows_no_trees_gets_chains_and_says_so(target, suites, settings):

@@ -70,8 +70,6 @@ _DSPARK: dict[str, tuple[str, Any]] = {  # the names of DSpark's settings in fil
     "confidence": ("enable_confidence_head", False),
     "confidence_reads_markov": ("confidence_head_with_markov", False),
 }
-# How names of our codebooks end, which the format has as tensors of no module.
-_CODEBOOK = "codebook.weight", "codebook"
 
 
 class BlockLayout(ExportLayout[B, C]):
@@ -152,7 +150,7 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
         self.drafter, self.vllm = drafter, vllm
 
     def lacks(self, config: DFlashConfig, num_layers: int) -> list[Unsupported]:
-        lacks = taps_lacking(config.taps, num_layers) if config.taps else []
+        lacks = taps_lacking(config.taps, num_layers)
         if config.sliding_window and self.vllm:
             # Its layout has one meaning (all slots of a block attend back to the same place), vLLM another: each slot's
             # window ends at that slot.
@@ -237,9 +235,8 @@ def own_tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def their_name(name: str) -> str:
-    """Return the name of our tensor in files."""
-    ours, theirs = _CODEBOOK
-    return name.replace(ours, theirs)
+    """Return the name of our tensor in files, where codebooks are tensors of no module."""
+    return name.replace("codebook.weight", "codebook")
 
 
 def require_servable(drafter: DFlash, target: Target, depth: int, scales: bool = False) -> None:
@@ -306,7 +303,7 @@ class BlockFlags:
     slots: int  # of a block
     from_anchor: bool  # slot i predicts the token after its place
     causal: bool  # a slot attends to the slots up to its own
-    window: int | None  # of the context, counted back from the anchor; None for all of it
+    window: int | None = None  # of the context, counted back from the anchor; None for all of it
     markov: str | None = None  # the kind of a Markov head; None for none
     selector: Mapping[str, Any] = field(default_factory=dict)  # of the choice among candidates; {} without one
 

@@ -77,7 +77,7 @@ class RawBlocks(BlockLayout[B, C]):
         return replace(files, tensors={self.plain_name(name): tensor for name, tensor in files.tensors.items()})
 
     def lacks(self, config: C, num_layers: int) -> list[Unsupported]:
-        lacks = taps_lacking(config.taps, num_layers) if config.taps else []
+        lacks = taps_lacking(config.taps, num_layers)
         if config.sliding_window:
             why = "this layout does not define how a window is counted"
             nearest = f"sliding_window: 0{'' if self.drafter == 'lilicorr' else ', or speculators'}"
@@ -152,7 +152,6 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
             slots=int(slots),
             from_anchor=bool(own.get("shift_label", False)),
             causal=bool(own.get("causal", own.get("is_causal", config.get("is_causal", False)))),
-            window=None,
             selector=selector_fields(self.drafter, own, where),
         )
 
@@ -198,7 +197,6 @@ class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
             slots=int(config["block_size"]),
             from_anchor=True,
             causal=False,
-            window=None,
             markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
         )
 

@@ -400,7 +400,7 @@ def compare(
     search: Annotated[
         int,
         typer.Option(
-            help="Candidates, the given recipes and others around them; the best get all of the time.",
+            help="Candidates: the given recipes, and others around them, of which the best get all of the time.",
             show_default=False,
         ),
     ] = 0,

@@ -7,8 +7,8 @@
 A search (search.py) draws more recipes around the given ones, of which few are trained for the whole time:
 
 <folder>/search/<recipe>/<seconds>/   each shorter training
-<folder>/search.json                  what all were predicted to reach after these
-<folder>/search.svg                   the same, and what the last of them were measured to reach
+<folder>/search.json                  what was drawn, and predicted to reach after these
+<folder>/search.svg                   the same, and what the last of all were measured to reach
 <folder>/best.yaml                    the recipe that was measured to be the fastest
 """
 
@@ -76,7 +76,7 @@ def compare(
         seconds: of training each, the target's passes for cached features included.
         target: used instead of loading the recipes' target.
         console: shows progress there.
-        search: draws others around `recipes`; only the best of all are trained for the whole time.
+        search: draws others around `recipes`, of which only the best are trained for the whole time, too.
 
     Raises BadInputError if the recipes differ in more than drafter and training, one of them has nothing to train or
     cannot be made for the target, or `folder` holds a training of another recipe or time. All before anything is spent.
@@ -127,7 +127,7 @@ def _compare(
         moved = [at_depth(recipe, ends[recipe.name].depth) for recipe in left if ends[recipe.name].speedup]
     else:
         for recipe in moved:
-            _train(recipe, seconds, target, finished[recipe.name], console)
+            _train(recipe, seconds, target, console)
     if not is_given and first.eval.dtype not in ("auto", first.target.dtype):
         target = Target.load(**first.target.to_load() | {"dtype": first.eval.dtype})
     entrants = [
@@ -172,8 +172,8 @@ class _Scoring:
     """Scores of the candidates of a search, of which the last ones are trained for `whole` seconds.
 
     A score costs little: no rows are held out, the learning rate warms up for the same share of the time, a training of
-    less than `EARLY` is measured on a third of the prompts, in chains that are not so deep, and `times` of rounds serve
-    all that draft with the same settings.
+    less than `EARLY` is measured on fewer prompts in chains that are not so deep, and `times` of rounds serve all that
+    draft with the same settings.
     """
 
     whole: float
@@ -200,9 +200,8 @@ class _Scoring:
     def trained(self, recipe: Recipe, seconds: float) -> Score:
         """Train a candidate, and return what it is predicted to reach: a speedup of 0 where what was drawn diverges, or
         does not fit into memory."""
-        is_done = _finished(recipe, seconds)
         try:
-            _train(recipe, seconds, self.target, is_done, self.console)
+            _train(recipe, seconds, self.target, self.console)
             return self._score(recipe, seconds / self.whole)
         except (NotFiniteError, torch.OutOfMemoryError) as error:
             if recipe.name in self.given:
@@ -246,8 +245,7 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
             )
     first = recipes[0]
     for other in recipes[1:]:
-        lines = differences(first, other)
-        if lines:
+        if lines := differences(first, other):
             one = lines[0].partition(" ")[0]
             raise BadInputError(
                 f"{first.name} and {other.name} cannot be compared, they differ in: {'; '.join(lines)}. "
@@ -288,8 +286,8 @@ def _finished(recipe: Recipe, seconds: float) -> bool:
     return True
 
 
-def _train(recipe: Recipe, seconds: float, target: Target, is_done: bool, console: Console | None) -> None:
-    if is_done:
+def _train(recipe: Recipe, seconds: float, target: Target, console: Console | None) -> None:
+    if _finished(recipe, seconds):
         _log.warning("%s: trained before, in %s", recipe.name, recipe.output_folder)
         return
     theirs = _wandb_run()  # the caller's own run, if there is one, holds all

@@ -11,10 +11,9 @@ heads. τ is the analytic one of the training's log, at temperature 1 over the d
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, count, takewhile
 from operator import mul
 from statistics import mean
 from typing import Any, Self
@@ -67,8 +66,8 @@ def forecast(history: Sequence[Mapping[str, Any]], share: float) -> Forecast | N
     if share < FIRST_SHARE or last < LEAST_STEPS * share:
         return None
     recent = [entry for entry in entries if entry["step"] > WINDOW * last]
-    depths = sorted(int(found[1]) for key in entries[-1] if (found := re.fullmatch(r"alpha_d(\d+)", key)))
-    alphas = [mean(entry[key] for entry in recent if (key := f"alpha_d{d}") in entry) for d in depths]
+    keys = takewhile(entries[-1].__contains__, (f"alpha_d{depth}" for depth in count(1)))
+    alphas = [mean(entry[key] for entry in recent if key in entry) for key in keys]
     left = -math.log(min(1.0, share * (1 + WINDOW) / 2))  # from the middle of what was averaged
     stray = QUANTILE * STRAY
     end, low, high = (_tau(alphas, left * power) for power in (EXPONENT, EXPONENT - stray, EXPONENT + stray))

@@ -27,8 +27,8 @@ from .arguments import check_training
 from .drafter_init import FREE
 
 REDUCTION = 3  # of the candidates one in so many goes on, for so many times as long
-FINALISTS = 3  # at most, that are trained for the whole time; more where more are given
-EARLY = 0.3  # of the whole time; shorter trainings differ by so much that a third of the prompts tells them apart
+FINALISTS = 3  # that are trained for the whole time, at most; one more than are given, where that is more
+EARLY = 0.3  # of the whole time; shorter trainings differ by so much that fewer prompts tell them apart
 _FACTORS = {"training.learning_rate": (1 / 3, 3.0), "drafter.draft_vocab_size": (0.5, 2.0)}  # of a recipe's own value
 _VALUES = {"drafter.num_layers": (1, 2), "drafter.steps": (1, 2, 4), "drafter.loss": ("soft_ce", "lk_hybrid")}
 _OWN = object()  # stands for the recipe's own value
@@ -125,7 +125,7 @@ class Search:
 
         Args:
             score: trains a candidate for so many seconds, and measures it.
-            file: keeps the scores; those that it holds are not made again.
+            file: keeps the scores of what is not given; those that it holds are not made again.
             given: so many of the first candidates are finalists without a score, beside at least one other.
 
         Raises:
@@ -135,6 +135,8 @@ class Search:
         left = list(candidates[given:])
         rounds = max(1, math.ceil(math.log(len(candidates) / FINALISTS, REDUCTION) - 1e-9))
         for before in range(rounds, 0, -1):
+            if len(left) == 1:
+                break
             time = round(seconds / REDUCTION**before, 3)
             scores = known.setdefault(f"{time:g} seconds", {})
             for recipe in left:

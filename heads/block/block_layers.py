@@ -171,8 +171,7 @@ class CachedBlocks(CachedLayers):
         positions = cache.place(context.shape[1])
         rotary = self.cos[positions][:, None], self.sin[positions][:, None]
         parts = self.given(context).chunk(2 * len(self.layers), -1)
-        for index in range(len(self.layers)):
-            keys, values = parts[2 * index], parts[2 * index + 1]
+        for index, (keys, values) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
             cache.update(*context_entries(self.norming(index), keys, values, rotary), index)
 
     def norming(self, index: int) -> Any:

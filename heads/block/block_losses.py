@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,15 +58,15 @@ class Anchors:
         """
         if eligible.device.type == "meta":
             return cls._without_contents(eligible, count)
-        draw = _Draw(count, step, 0.0 if verified is None else verified.share)
+        draw = partial(_drawn, count, step, 0.0 if verified is None else verified.share)
         roots = torch.zeros_like(eligible) if verified is None else eligible & verified.roots()
         rows = eligible.cpu(), roots.cpu(), tokens.cpu()
         if documents is None:
-            return cls._filled([draw.of(*row) for row in zip(*rows, strict=True)], eligible, None)
+            return cls._filled([draw(*row) for row in zip(*rows, strict=True)], eligible, None)
         by_row: list[_Drawn] = [[] for _ in documents.lengths]
         for document in documents:
             begin, end = document.places.start, document.places.stop
-            drawn = draw.of(*(row[document.row, begin:end] for row in rows))
+            drawn = draw(*(row[document.row, begin:end] for row in rows))
             by_row[document.row] += [(begin + place, is_usual) for place, is_usual in drawn]
         return cls._filled(by_row, eligible, documents)
 
@@ -119,26 +120,18 @@ def eligible_places(supervised: Tensor, strict: bool) -> Tensor:
 _Drawn = list[tuple[int, bool]]  # places, ascending, each with whether it was drawn evenly
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """How anchors of a text are drawn: up to `count`, of which `share` are roots of rounds."""
-
-    count: int
-    step: int
-    share: float
-
-    def of(self, eligible: Tensor, roots: Tensor, text: Tensor) -> _Drawn:
-        """Return anchors of a text from its `eligible` places `[T]`, some of which are `roots` of rounds `[T]`."""
-        places = eligible.nonzero()[:, 0]
-        if len(places) <= self.count:
-            return [(place, True) for place in places.tolist()]
-        content = text[: int(places[-1]) + 2].contiguous().numpy().tobytes()  # without padding
-        generator = torch.Generator().manual_seed(zlib.crc32(content + str(self.step).encode()))
-        begun = roots.nonzero()[:, 0]
-        wanted = min(int(self.share * self.count), len(begun))
-        evenly = places[torch.randperm(len(places), generator=generator)[: self.count - wanted]]
-        others = begun[torch.randperm(len(begun), generator=generator)[:wanted]]
-        return sorted((dict.fromkeys(others.tolist(), False) | dict.fromkeys(evenly.tolist(), True)).items())
+def _drawn(count: int, step: int, share: float, eligible: Tensor, roots: Tensor, text: Tensor) -> _Drawn:
+    """Return up to `count` anchors of a text at `eligible` places `[T]`, a `share` of them `roots` of rounds `[T]`."""
+    places = eligible.nonzero()[:, 0]
+    if len(places) <= count:
+        return [(place, True) for place in places.tolist()]
+    content = text[: int(places[-1]) + 2].contiguous().numpy().tobytes()  # without padding
+    generator = torch.Generator().manual_seed(zlib.crc32(content + str(step).encode()))
+    begun = roots.nonzero()[:, 0]
+    wanted = min(int(share * count), len(begun))
+    evenly = places[torch.randperm(len(places), generator=generator)[: count - wanted]]
+    others = begun[torch.randperm(len(begun), generator=generator)[:wanted]]
+    return sorted((dict.fromkeys(others.tolist(), False) | dict.fromkeys(evenly.tolist(), True)).items())
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,33 @@ def default_taps(layers: int, count: int) -> tuple[int, ...]:
     return tuple(max(i, 0) + 1 for i in ids)
 
 
+class BlockSession(OnePassSession):
+    """A session of a block drafter.
+
+    Its cache holds keys and values of the context, and after them those of the last block, over which the next context
+    is written.
+    """
+
+    def __init__(self, drafter: DFlash, target: Target, cache: RaggedCache, layers: CachedBlocks):
+        super().__init__(drafter.output_ids, drafter.max_depth, [cache])
+        self.drafter, self.target, self.cache, self.layers = drafter, target, cache, layers
+        self.head = kept_head(target, drafter.output_ids)
+        self.drafts = OnePassDrafts(drafter.max_depth, drafter.name)
+
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        hidden = required(hidden, f"{self.drafter.name}: update needs the target's hidden states.")
+        self.layers.read(self.drafter.fuse(hidden), self.cache)
+        self.cache.advance(counts)
+        self.drafts.logits = None
+
+    def draft(self, root: Tensor) -> Tensor:
+        """Return the states of the drafts after `root` `[B]`, `[B, k, H]`: the pass of this round."""
+        return self.drafter.drafting(self.layers.block(self.drafter.blocks(self.target, root), self.cache))
+
+    def prefill(self, root: Tensor) -> Tensor:
+        return self.drafts.start(self.head(self.draft(root)))
+
+
 class DFlash(LayerDrafter[C]):
     """A drafter of whole blocks. Embedding and output embedding are the target's; everything else is its own."""
 
@@ -126,6 +153,7 @@ class DFlash(LayerDrafter[C]):
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     cached_class: ClassVar[type[CachedBlocks]] = CachedBlocks
     learning_class: ClassVar[type[BlockLearning]] = BlockLearning
+    session_class: ClassVar[type[BlockSession]] = BlockSession
 
     def __init__(self, config: C):
         super().__init__(config)
@@ -208,11 +236,7 @@ class DFlash(LayerDrafter[C]):
         length = self._length(max_length, spare)
         layers = self.decoding_layers(length)
         assert isinstance(layers, CachedBlocks)
-        return self.session(target, self.new_cache(target, batch_size, length), layers)
-
-    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
-        """Return a session over its own `cache`."""
-        return BlockSession(self, target, cache, layers)
+        return self.session_class(self, target, self.new_cache(target, batch_size, length), layers)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         length = self._length(max_length, spare)
@@ -228,33 +252,6 @@ class DFlash(LayerDrafter[C]):
     def _copied_bytes(self, max_length: int) -> int:
         given = sum(part.weight.nbytes for part in context_parts(self.own_layers))
         return super()._copied_bytes(max_length) + given
-
-
-class BlockSession(OnePassSession):
-    """A session of a block drafter.
-
-    Its cache holds keys and values of the context, and after them those of the last block, over which the next context
-    is written.
-    """
-
-    def __init__(self, drafter: DFlash, target: Target, cache: RaggedCache, layers: CachedBlocks):
-        super().__init__(drafter.output_ids, drafter.max_depth, [cache])
-        self.drafter, self.target, self.cache, self.layers = drafter, target, cache, layers
-        self.head = kept_head(target, drafter.output_ids)
-        self.drafts = OnePassDrafts(drafter.max_depth, drafter.name)
-
-    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        hidden = required(hidden, f"{self.drafter.name}: update needs the target's hidden states.")
-        self.layers.read(self.drafter.fuse(hidden), self.cache)
-        self.cache.advance(counts)
-        self.drafts.logits = None
-
-    def draft(self, root: Tensor) -> Tensor:
-        """Return the states of the drafts after `root` `[B]`, `[B, k, H]`: the pass of this round."""
-        return self.drafter.drafting(self.layers.block(self.drafter.blocks(self.target, root), self.cache))
-
-    def prefill(self, root: Tensor) -> Tensor:
-        return self.drafts.start(self.head(self.draft(root)))
 
 
 class FollowingSession(BlockSession):

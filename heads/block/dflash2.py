@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from ...common import BadInputError
-from ...targets import RaggedCache, Target
 from ..decoder_layer import FusedLayer, normed
 from ..divergences import TargetDistribution
 from ..session import take_positions
-from .block_layers import BlockLayer, CachedBlocks
+from .block_layers import BlockLayer
 from .block_losses import FollowingLearning
 from .dflash import DFlash, DFlashConfig, FollowingSession
 
@@ -180,33 +179,6 @@ class SelectorLearning(FollowingLearning):
         return [p for name, p in named if name != "predecessor_codebook.weight"]
 
 
-class DFlash2(DFlash[DFlash2Config]):
-    """A DFlash drafter with convolutions along its blocks, and a selector of candidates."""
-
-    name = "dflash2"
-    config_class = DFlash2Config
-    learning_class = SelectorLearning
-
-    def __init__(self, config: DFlash2Config):
-        super().__init__(config)
-        self.candidate_selector = CandidateSelector(config)
-
-    @classmethod
-    def new_layer(cls, config: DFlash2Config) -> BlockLayer:
-        return ConvolvedBlockLayer(config)
-
-    def code(self, tokens: Tensor) -> Tensor:
-        """Return A of `tokens` `[...]`, `[..., r]`."""
-        return self.candidate_selector.predecessor_codebook(tokens)
-
-    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the C highest of logits `[..., V']`, and their places in the draft vocabulary, `[..., C]` each."""
-        return logits.float().topk(min(self.config.selector_top_k, logits.shape[-1]), -1)
-
-    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> SelectorSession:
-        return SelectorSession(self, target, cache, layers)
-
-
 class CandidateSession(FollowingSession):
     """A session that draws each draft from its candidates."""
 
@@ -234,3 +206,28 @@ class SelectorSession(CandidateSession):
         factors = factors.unflatten(-1, (best.shape[-1], -1))  # [B, W, C, r]
         scores = best + torch.linalg.vecdot(factors, self.drafter.code(tokens)[:, :, None])
         return self.over_candidates(candidates, scores)
+
+
+class DFlash2(DFlash[DFlash2Config]):
+    """A DFlash drafter with convolutions along its blocks, and a selector of candidates."""
+
+    name = "dflash2"
+    config_class = DFlash2Config
+    learning_class = SelectorLearning
+    session_class = SelectorSession
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(config)
+
+    @classmethod
+    def new_layer(cls, config: DFlash2Config) -> BlockLayer:
+        return ConvolvedBlockLayer(config)
+
+    def code(self, tokens: Tensor) -> Tensor:
+        """Return A of `tokens` `[...]`, `[..., r]`."""
+        return self.candidate_selector.predecessor_codebook(tokens)
+
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the C highest of logits `[..., V']`, and their places in the draft vocabulary, `[..., C]` each."""
+        return logits.float().topk(min(self.config.selector_top_k, logits.shape[-1]), -1)

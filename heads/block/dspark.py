@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ...common import BadInputError
-from ...targets import RaggedCache, Target
 from ..divergences import LossName
 from ..session import UNBEGUN, Abilities, required, take_positions
-from .block_layers import CachedBlocks
 from .block_losses import FollowingLearning
 from .dflash import DFlash, DFlashConfig, FollowingSession
 
@@ -143,33 +141,6 @@ class MarkovLearning(FollowingLearning):
         return [p for head in heads for name, p in head.named_parameters() if name != "markov_w1.weight"]
 
 
-class DSpark(DFlash[DSparkConfig]):
-    """A DFlash drafter each of whose drafts depends on the one before."""
-
-    name = "dspark"
-    config_class = DSparkConfig
-    learning_class = MarkovLearning
-
-    def __init__(self, config: DSparkConfig):
-        super().__init__(config)
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
-        width = config.hidden_size + config.markov_rank * config.confidence_reads_markov
-        self.confidence_head = ConfidenceHead(width) if config.confidence else None
-
-    def code(self, tokens: Tensor) -> Tensor:
-        """Return the Markov head's codes of `tokens` `[...]`, `[..., r]`; without one r is 0."""
-        if self.markov_head is None:
-            return torch.zeros(*tokens.shape, 0, dtype=self.dtype, device=tokens.device)
-        return self.markov_head.markov_w1(tokens)
-
-    @property
-    def abilities(self) -> Abilities:
-        return replace(super().abilities, confident=self.confidence_head is not None)
-
-    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> MarkovSession:
-        return MarkovSession(self, target, cache, layers)
-
-
 class MarkovSession(FollowingSession):
     """A session that corrects each draft's logits by the token before it."""
 
@@ -198,3 +169,28 @@ class MarkovSession(FollowingSession):
         odds = head(*required(self.last, "confidence: a round begins with the root; call prefill.")).float()
         temperatures = self.drafter.config.temperatures
         return torch.sigmoid(odds / temperatures[self.drafts.level] if temperatures else odds)
+
+
+class DSpark(DFlash[DSparkConfig]):
+    """A DFlash drafter each of whose drafts depends on the one before."""
+
+    name = "dspark"
+    config_class = DSparkConfig
+    learning_class = MarkovLearning
+    session_class = MarkovSession
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        width = config.hidden_size + config.markov_rank * config.confidence_reads_markov
+        self.confidence_head = ConfidenceHead(width) if config.confidence else None
+
+    def code(self, tokens: Tensor) -> Tensor:
+        """Return the Markov head's codes of `tokens` `[...]`, `[..., r]`; without one r is 0."""
+        if self.markov_head is None:
+            return torch.zeros(*tokens.shape, 0, dtype=self.dtype, device=tokens.device)
+        return self.markov_head.markov_w1(tokens)
+
+    @property
+    def abilities(self) -> Abilities:
+        return replace(super().abilities, confident=self.confidence_head is not None)

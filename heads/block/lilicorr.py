@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from ...common import BadInputError
-from ...targets import RaggedCache, RowLengths, Target
+from ...targets import RowLengths, Target
 from ..decoder_layer import norm_of, normed
 from ..divergences import TargetDistribution
 from ..session import required, take_positions
-from .block_layers import BlockLayer, CachedBlocks
+from .block_layers import BlockLayer
 from .block_losses import FollowingLearning
 from .dflash import DFlash
 from .dflash2 import CandidateSession, ConvolvedBlockLayer, ConvolvedConfig
@@ -220,40 +220,6 @@ class LatticeLearning(FollowingLearning):
         return list(self.drafter.lilicorr.parameters())
 
 
-class LiLiCorr(DFlash[LiLiCorrConfig]):
-    """A DFlash drafter with a transformer that correlates the candidates of its drafts."""
-
-    name = "lilicorr"
-    config_class = LiLiCorrConfig
-    learning_class = LatticeLearning
-
-    def __init__(self, config: LiLiCorrConfig):
-        super().__init__(config)
-        self.lilicorr = Correlator(config)
-
-    @classmethod
-    def new_layer(cls, config: LiLiCorrConfig) -> BlockLayer:
-        return ConvolvedBlockLayer(config) if config.conv_kernel_size else BlockLayer(config)
-
-    def lattice(self, target: Target, states: Tensor, logits: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each draft's candidates, in the draft vocabulary `[A, k, C]`, and their scores `[A, k, C, C]`.
-
-        Args:
-            states: of the drafts, `[A, k, H]`.
-            logits: DFlash's, `[A, k, V']`.
-            anchors: the fused hidden state before each root, `[A, H]`.
-        """
-        logits = logits.float()
-        best, candidates = logits.topk(self.config.lilicorr_candidate_topk)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
-        tokens = candidates if self.output_ids is None else self.output_ids[candidates]
-        embedded = target.embed(tokens).detach().to(states.dtype)
-        return candidates, self.lilicorr(embedded, log_probs, states, anchors)
-
-    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> LatticeSession:
-        return LatticeSession(self, target, cache, layers)
-
-
 class LatticeSession(CandidateSession):
     """A session that scores all candidates of a round at once, each after each of the draft before."""
 
@@ -263,8 +229,8 @@ class LatticeSession(CandidateSession):
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         super().update(tokens, hidden, counts, path)
-        given = required(hidden, f"{self.drafter.name}: update needs the target's hidden states.")
-        last = take_positions(given.flatten(2), counts.tensor[:, None] - 1).unflatten(-1, given.shape[2:])
+        assert hidden is not None
+        last = take_positions(hidden.flatten(2), counts.tensor[:, None] - 1).unflatten(-1, hidden.shape[2:])
         self.anchors = self.drafter.fuse(last)[:, 0]
 
     def begin(self, states: Tensor, logits: Tensor) -> None:
@@ -292,3 +258,35 @@ class LatticeSession(CandidateSession):
     def reset(self) -> None:
         super().reset()
         self.anchors = None
+
+
+class LiLiCorr(DFlash[LiLiCorrConfig]):
+    """A DFlash drafter with a transformer that correlates the candidates of its drafts."""
+
+    name = "lilicorr"
+    config_class = LiLiCorrConfig
+    learning_class = LatticeLearning
+    session_class = LatticeSession
+
+    def __init__(self, config: LiLiCorrConfig):
+        super().__init__(config)
+        self.lilicorr = Correlator(config)
+
+    @classmethod
+    def new_layer(cls, config: LiLiCorrConfig) -> BlockLayer:
+        return ConvolvedBlockLayer(config) if config.conv_kernel_size else BlockLayer(config)
+
+    def lattice(self, target: Target, states: Tensor, logits: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each draft's candidates, in the draft vocabulary `[A, k, C]`, and their scores `[A, k, C, C]`.
+
+        Args:
+            states: of the drafts, `[A, k, H]`.
+            logits: DFlash's, `[A, k, V']`.
+            anchors: the fused hidden state before each root, `[A, H]`.
+        """
+        logits = logits.float()
+        best, candidates = logits.topk(self.config.lilicorr_candidate_topk)
+        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        tokens = candidates if self.output_ids is None else self.output_ids[candidates]
+        embedded = target.embed(tokens).detach().to(states.dtype)
+        return candidates, self.lilicorr(embedded, log_probs, states, anchors)

@@ -17,6 +17,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -27,7 +28,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from ...targets import Nodes, RaggedCache, RowLengths
 from ..base import Drafter, DrafterLoss, TargetBatch, compare_drafts
 from ..decoder_layer import FusedLayer, angles
-from ..losses import AcceptedPositions, Head, PositionLosses, acceptance_metrics
+from ..losses import AcceptedPositions, Head, PositionLosses, acceptance_metrics, ahead
 from ..session import DeferredPrefillSession, OnePassDrafts, OnePassSession, PendingInputs
 
 _PART = 256  # masks in one product with the keys: more of them would see more that is masked
@@ -69,11 +70,12 @@ class Rollouts:
         """
         if learned.device.type == "meta":
             return cls._without_contents(learned, depths, ratio, least)
-        drops, share = _Drops(depths, ratio, least, step), 0.0 if served is None else served.verified.share
+        share = 0.0 if served is None else served.verified.share
+        draw = partial(_drawn, partial(kept_counts, depths=depths, ratio=ratio, least=least), step, share)
         none = torch.zeros(depths, *learned.shape, dtype=torch.bool)
         reached = none if served is None else served.reached(depths).cpu()
         rows = zip(learned.cpu(), reached.unbind(1), tokens.cpu(), strict=True)
-        drawn = [drops.of(*row, share) for row in rows]
+        drawn = [draw(*row) for row in rows]
         masks = [sorted(evenly | others) for evenly, others in drawn]
         return cls.of(masks, max(_PART, depths - 1), learned.device, [others - evenly for evenly, others in drawn])
 
@@ -149,51 +151,41 @@ class Served:
 
         The text's own entry is the mask at depth 0.
         """
-        by_depth = [self.verified.depths.roll(-self.ahead - d, 1) == d + 1 for d in range(depths)]
-        for depth, reached in enumerate(by_depth):
-            reached[:, max(0, reached.shape[1] - self.ahead - depth) :] = False
-        return torch.stack(by_depth)
+        return torch.stack([ahead(self.verified.depths, self.ahead + d) == d + 1 for d in range(depths)])
 
 
 _Masks = set[tuple[int, int]]  # (anchor, depth) each
 
 
-@dataclass(frozen=True)
-class _Drops:
-    """How deep the rollouts of a row go; see `Rollouts.drawn`."""
+def _drawn(
+    counts: Callable[[int], list[int]], step: int, share: float, learned: Tensor, reached: Tensor, text: Tensor
+) -> tuple[_Masks, _Masks]:
+    """Return the masks of a row that were drawn evenly, and those that rounds reached; see `Rollouts.drawn`.
 
-    depths: int
-    ratio: float
-    least: float
-    step: int
-
-    def of(self, learned: Tensor, reached: Tensor, text: Tensor, share: float) -> tuple[_Masks, _Masks]:
-        """Return the masks of a row that were drawn evenly, and those that rounds reached.
-
-        Args:
-            reached: as of `Served.reached`, `[depths, T]`.
-            share: of the masks of a depth, as far as rounds reached so many.
-        """
-        evenly: _Masks = set()
-        others: _Masks = set()
-        pool = learned.nonzero()[:, 0]
-        if not len(pool):
-            return evenly, others
-        content = text[: int(pool[-1]) + 1].contiguous().numpy().tobytes()  # without padding
-        generator = torch.Generator().manual_seed(zlib.crc32(content + str(self.step).encode()))
-        served, is_whole = (learned & reached[0]).nonzero()[:, 0], True
-        for depth, count in enumerate(kept_counts(len(pool), self.depths, self.ratio, self.least)):
-            if depth:
-                pool, served = (_going_on(places, learned, depth) for places in (pool, served))
-                served = served[reached[depth, served]]
-                is_whole = is_whole and len(pool) <= count  # all that can be is there already
-                wanted = 0 if is_whole else min(int(share * count), len(served))
-                pool = _some(pool, count - wanted, generator)
-                if not is_whole:
-                    served = _some(served, wanted, generator) if wanted else served[:0]
-                evenly |= {(place, depth) for place in pool.tolist()}
-                others |= {(place, depth) for place in served.tolist()}
+    Args:
+        counts: returns how many of so many anchors each depth keeps.
+        share: of the masks of a depth, as far as rounds reached so many.
+        reached: as of `Served.reached`, `[depths, T]`.
+    """
+    evenly: _Masks = set()
+    others: _Masks = set()
+    pool = learned.nonzero()[:, 0]
+    if not len(pool):
         return evenly, others
+    content = text[: int(pool[-1]) + 1].contiguous().numpy().tobytes()  # without padding
+    generator = torch.Generator().manual_seed(zlib.crc32(content + str(step).encode()))
+    served, is_whole = (learned & reached[0]).nonzero()[:, 0], True
+    for depth, count in itertools.islice(enumerate(counts(len(pool))), 1, None):
+        pool, served = (_going_on(places, learned, depth) for places in (pool, served))
+        served = served[reached[depth, served]]
+        is_whole = is_whole and len(pool) <= count  # all that can be is there already
+        wanted = 0 if is_whole else min(int(share * count), len(served))
+        pool = _some(pool, count - wanted, generator)
+        if not is_whole:
+            served = _some(served, wanted, generator) if wanted else served[:0]
+        evenly |= {(place, depth) for place in pool.tolist()}
+        others |= {(place, depth) for place in served.tolist()}
+    return evenly, others
 
 
 def _going_on(places: Tensor, learned: Tensor, depth: int) -> Tensor:

@@ -16,8 +16,8 @@ Shapes: B rows, T tokens, E noise entries of a row, Q tokens of one pass, r rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import get_ident
@@ -125,15 +125,12 @@ class Uno(Drafter[UnoConfig]):
 
         `roots`: how many first tokens of each row are the target's own.
         """
-        own = get_ident()
-        pairs = zip(self.config.linears, self.lora_a, self.lora_b, strict=True)
-        hooks = [(linears[name], partial(self._add, own, a, b, rows, roots)) for name, a, b in pairs]
-        handles = [linear.register_forward_hook(hook) for linear, hook in hooks]
-        try:
+        own, pairs = get_ident(), zip(self.config.linears, self.lora_a, self.lora_b, strict=True)
+        with ExitStack() as hooks:
+            for name, a, b in pairs:
+                hook = partial(self._add, own, a, b, rows, roots)
+                hooks.enter_context(linears[name].register_forward_hook(hook))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _add(
         self, own: int, a: Tensor, b: Tensor, rows: int, roots: int, _: nn.Module, args: tuple[Any, ...], out: Tensor
@@ -171,9 +168,8 @@ class UnoSession(OnePassSession, LentCacheSession):
 
     def __init__(self, drafter: Uno, target: Target, size: tuple[int, int], lent: RaggedCache | None):
         super().__init__(target, size, lent, max_depth=drafter.max_depth)
-        self.drafter, self.modules = drafter, target.by_modules()
+        self.drafter, self.target, self.modules = drafter, target, target.by_modules()
         self.linears = linear_layers(self.modules)
-        self.head: Callable[[Tensor], Tensor] = target.lm_head
         self.drafts = OnePassDrafts(drafter.max_depth, drafter.name)
 
     def prefill(self, root: Tensor) -> Tensor:
@@ -182,7 +178,7 @@ class UnoSession(OnePassSession, LentCacheSession):
         noise = self.drafter.noise(root[:, None], self.cache.lengths[:, None] + after)
         with self.drafter.drafting(self.linears, len(root), 1):
             states, _ = self.modules.run(torch.cat([root[:, None], noise], 1), self.cache)
-        return self.drafts.start(self.head(states))
+        return self.drafts.start(self.target.lm_head(states))
 
 
 def linear_layers(target: Backbone) -> dict[str, nn.Linear]:

@@ -179,11 +179,9 @@ def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: Targ
     """The weights of a feature head's comparison, `[S, P]`, and the tokens that are predicted, `[P]`."""
     seen: list[Tensor] = []
 
-    def noted(
-        last: Tensor, drafted: Any, settings: Any, weights: Tensor, following: Tensor, *more: Any
-    ) -> PositionLosses:
+    def noted(last: Tensor, drafted: Any, settings: Any, weights: Tensor, following: Tensor) -> PositionLosses:
         seen.extend([weights, following])
-        return compare(last, drafted, settings, weights, following, *more)
+        return compare(last, drafted, settings, weights, following)
 
     compare = base.chunked_compare
     monkeypatch.setattr(base, "chunked_compare", noted)

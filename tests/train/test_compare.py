@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -18,9 +19,11 @@ from transformers import PreTrainedTokenizerFast
 from outrider.common import BadInputError
 from outrider.common.digests import read_sealed
 from outrider.common.errors import NotFiniteError
+from outrider.decode import Plan
 from outrider.eval import Report
 from outrider.eval.reports.render import print_comparison
 from outrider.eval.tuner import _Tuner
+from outrider.heads import Ngram
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 from outrider.train import compare as module
@@ -298,10 +301,10 @@ def test_what_diverges_is_left_out_and_anything_else_stops_a_search(recipe, targ
 
     def unsteady(made: Recipe, *args: Any, **kwargs: Any) -> Any:
         if float(made.training.get("learning_rate", 0)) == 9.0:
+            if full:
+                raise BadInputError("the disk is full")
             failed.append(made.name)
             raise NotFiniteError("training stopped before step 3, which was not applied: the loss is nan.")
-        if full:
-            raise BadInputError("the disk is full")
         return train(made, *args, **kwargs)
 
     monkeypatch.setattr(module, "train", unsteady)
@@ -365,14 +368,14 @@ def test_given_recipes_stay_to_the_end(recipe, tmp_path):
 
     def score(one: Recipe, seconds: float) -> Score:
         seen.setdefault(seconds, []).append(one.name)
-        return Score(1, 1.0, 1 - int(one.name[1:]) / 100)
+        return Score(1, 1.0, int(one.name[1:]) / 100)
 
     left = Search(36).halve(candidates, 27.0, score, tmp_path / "search.json", 2)
     assert [len(names) for names in seen.values()] == [34, 10, 2], "given ones have no short training"
     assert not {"c0", "c1"} & set(chain(*seen.values()))
-    assert [one.name for one in left] == ["c0", "c1", "c2"]
+    assert [one.name for one in left] == ["c0", "c1", "c35"]
     left = Search(36).halve(candidates[:6], 27.0, score, tmp_path / "few.json", 4)
-    assert {one.name for one in left} == {"c0", "c1", "c2", "c3", "c4"}, "one at least that was not given"
+    assert {one.name for one in left} == {"c0", "c1", "c2", "c3", "c5"}, "one at least that was not given"
     mixed = [one.model_copy(update={"data": one.data.model_copy(update={"on_policy": 0.5})}) for one in candidates]
     with pytest.raises(BadInputError, match=r"search.json is of a search of other candidates"):
         Search(36).halve(mixed, 27.0, score, tmp_path / "search.json", 2)
@@ -382,7 +385,28 @@ def test_given_recipes_stay_to_the_end(recipe, tmp_path):
     for _ in range(2):
         Search(36).halve(tupled, 27.0, score, tmp_path / "tuples.json", 1)
     left = Search(36).halve(candidates, 27.0, score, tmp_path / "other.json")
-    assert [one.name for one in left] == ["c0", "c1"]
+    assert [one.name for one in left] == ["c35", "c34"]
+    seen.clear()
+    left = Search(36).halve(candidates[:28], 27.0, score, tmp_path / "last.json", 3)
+    assert [len(names) for names in seen.values()] == [25, 7], "the last one left needs no score"
+    assert [one.name for one in left] == ["c0", "c1", "c2", "c27"]
+
+
+@pytest.mark.parametrize(("seconds", "limit", "most"), [(3.0, 2, 4), (8.0, 2, 4), (9.0, 4, 8), (27.0, 4, 8)])
+def test_short_trainings_are_scored_on_fewer_prompts_in_shorter_chains(
+    recipe, target, monkeypatch, seconds, limit, most
+):
+    """Of suites of four prompts and of one: a third of the larger one's, rounded up."""
+    made, suites, asked = recipe("eagle", measured={"limit": 9}), [Namespace(prompts=range(n)) for n in (1, 4)], []
+
+    def best(*arguments: Any) -> Any:
+        asked.append((arguments[3].limit, arguments[5]))
+        return Namespace(plan=Plan(1), tau=1.0, predicted=1.0), Namespace(predicted=1.0), None
+
+    monkeypatch.setattr(module, "best_chain", best)
+    monkeypatch.setattr(module, "load_drafter", lambda *_: Ngram())
+    module._Scoring(27.0, target, suites, None, set())._score(made, seconds / 27)
+    assert asked == [(limit, most)]
 
 
 def test_drafters_of_other_depths_are_timed_for_themselves(recipe, target, tmp_path):

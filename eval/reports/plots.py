@@ -206,9 +206,10 @@ def over_training(lines: Mapping[str, Sequence[tuple[float, float]]], best: str)
     words = ", ".join(f"{time:g} s: {value:.2f}×" for time, value in lines[best])
     title = "Speedup over the plain target by seconds of training, predicted, and at last measured"
     svg = _svg(HEIGHT + 18, title, f"{best} {words}")
-    ticks = [round(least + tick, 10) for tick in _ticks(most - least)]
+    step = _step(most - least)
+    ticks = [round(i * step, 10) for i in range(math.ceil(least / step), int(most / step) + 1)]
     across = {x(math.log2(time)): f"{time:.3g}" for time in times}
-    _axes(svg, y, ticks, lambda v: f"{v:g}×", across, "seconds of training")
+    _axes(svg, y, ticks, "{:g}".format, across, "speedup by seconds of training")
     _line(svg, LEFT, y(1), WIDTH - RIGHT, y(1), "reference")
     for line in (line for name, line in lines.items() if name != best):
         ends = [(x(math.log2(time)), y(value)) for time, value in line]

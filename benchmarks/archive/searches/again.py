@@ -56,7 +56,8 @@ def main(given: Sequence[str] | None = None) -> int:
         | {"tau": found.headline(name).tau.value}
         for name, s in finalists.items()
     }
-    result["scores"] = read_json(asked.work / "search.json")
+    kept = read_json(asked.work / "search.json")
+    result["scores"] = {name: scores for name, scores in kept.items() if name.endswith(" seconds")}
     publish(result, asked.out, tables(result))
     return 0
 

@@ -191,6 +191,13 @@ def test_versions_are_told_apart_where_their_names_begin_alike():
     assert all(f">v{i}</text>" in drawn for i in range(8, 12))
 
 
+def test_a_search_is_drawn_over_round_numbers():
+    """Also where they do not begin at one; a candidate that was trained once has a mark."""
+    drawn = ElementTree.fromstring(plots.over_training({"a": [(3, 0.66), (81, 1.2)], "b": [(81, 1.41)]}, "b"))
+    assert [text.text for text in drawn.iter("text") if text.get("text-anchor") == "end"] == ["0.75", "1", "1.25", "1.5"]
+    assert [line.get("class") for line in drawn.iter("polyline")] == ["base", "curve c0"]
+
+
 def test_a_report_without_drafters_is_printed_without_plots(report, tmp_path):
     figures = [f for f in report.figures if f.contestant == "plain"]
     plain = report.model_copy(update={"contestants": report.contestants[1:], "figures": figures, "records": []})

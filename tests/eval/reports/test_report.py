@@ -194,7 +194,8 @@ def test_versions_are_told_apart_where_their_names_begin_alike():
 def test_a_search_is_drawn_over_round_numbers():
     """Also where they do not begin at one; a candidate that was trained once has a mark."""
     drawn = ElementTree.fromstring(plots.over_training({"a": [(3, 0.66), (81, 1.2)], "b": [(81, 1.41)]}, "b"))
-    assert [text.text for text in drawn.iter("text") if text.get("text-anchor") == "end"] == ["0.75", "1", "1.25", "1.5"]
+    labels = [text.text for text in drawn.iter("text") if text.get("text-anchor") == "end"]
+    assert labels == ["0.75", "1", "1.25", "1.5"]
     assert [line.get("class") for line in drawn.iter("polyline")] == ["base", "curve c0"]
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..common import BadInputError
 from ..decode import Decoder, Plan, Sampling
-from ..heads import Drafter, NodeSession
-from ..heads.block.dspark import DSpark
+from ..heads import Drafter
+from ..heads.block.dspark import DSpark, MarkovSession
 from ..targets import Target
 
 GRID = tuple(float(t) for t in np.round(np.geomspace(0.25, 4.0, 81), 4))
@@ -125,25 +125,18 @@ def collect(
 @contextmanager
 def _recording(drafter: DSpark) -> Iterator[list[float]]:
     """Collect the log-odds of the first row's drafts, without the drafter's temperatures."""
-    recorded: list[float] = []
-    session, temperatures = drafter.session, drafter.config.temperatures
+    recorded, temperatures = list[float](), drafter.config.temperatures
 
-    def open_recorded(*arguments: object) -> NodeSession:
-        opened = session(*arguments)  # type: ignore[arg-type]
-        confidence = opened.confidence
-
-        def record() -> Tensor:
-            predicted = confidence()
+    class RecordingSession(MarkovSession):
+        def confidence(self) -> Tensor:
+            predicted = super().confidence()
             recorded.append(float(torch.logit(predicted[0].double())))
             return predicted
 
-        opened.confidence = record  # type: ignore[method-assign]
-        return opened
-
-    drafter.session = open_recorded  # type: ignore[method-assign, assignment]
+    drafter.session_class = RecordingSession  # type: ignore[misc]
     drafter.config.temperatures = ()
     try:
         yield recorded
     finally:
-        del drafter.session
+        del drafter.session_class
         drafter.config.temperatures = temperatures

@@ -70,7 +70,7 @@ def test_what_is_collected_is_what_the_decoder_was_told(tiny_llama):
     assert told.odds.shape == (len(told.accepted), 3)
     assert len(told.accepted) >= 6
     assert drafter.config.temperatures == (2.0, 2.0, 2.0)
-    assert "session" not in vars(drafter)
+    assert "session_class" not in vars(drafter)
     for weight in drafter.confidence_head.parameters():
         torch.nn.init.zeros_(weight)
     assert np.allclose(collect(target, drafter, [[1, 2, 3]], 12, Sampling(0.0)).odds, 0)

@@ -206,8 +206,7 @@ def over_training(lines: Mapping[str, Sequence[tuple[float, float]]], best: str)
     words = ", ".join(f"{time:g} s: {value:.2f}×" for time, value in lines[best])
     title = "Speedup over the plain target by seconds of training, predicted, and at last measured"
     svg = _svg(HEIGHT + 18, title, f"{best} {words}")
-    step = _step(most - least)
-    ticks = [round(i * step, 10) for i in range(math.ceil(least / step), int(most / step) + 1)]
+    ticks = _ticks(most, least)
     across = {x(math.log2(time)): f"{time:.3g}" for time in times}
     _axes(svg, y, ticks, "{:g}".format, across, "speedup by seconds of training")
     _line(svg, LEFT, y(1), WIDTH - RIGHT, y(1), "reference")
@@ -375,9 +374,9 @@ def _nice_limit(value: float) -> float:
     return math.ceil(value * 1.02 / _step(value)) * _step(value)
 
 
-def _ticks(limit: float) -> list[float]:
-    step = _step(limit)
-    return [round(i * step, 10) for i in range(int(limit / step + 1e-9) + 1)]
+def _ticks(limit: float, least: float = 0.0) -> list[float]:
+    step = _step(limit - least)
+    return [round(i * step, 10) for i in range(math.ceil(least / step - 1e-9), int(limit / step + 1e-9) + 1)]
 
 
 def _step(limit: float) -> float:

@@ -144,6 +144,36 @@ class BlockSession(OnePassSession):
         return self.drafts.start(self.head(self.draft(root)))
 
 
+class FollowingSession(BlockSession):
+    """A session whose drafts depend on the token before each of them."""
+
+    def prefill(self, root: Tensor) -> Tensor:
+        states = self.draft(root)
+        logits = self.head(states)
+        self.drafts.start(logits)
+        self.begin(states, logits)
+        return self.following(root[:, None], torch.zeros_like(root)[:, None], None)[:, 0]
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        required(self.drafts.logits, UNBEGUN)
+        if parents is None:
+            depths = torch.full_like(tokens, self.drafts.descend())
+        else:
+            depths = self.drafts.place(parents).clamp(max=self.drafts.deepest - 1)
+        return self.following(tokens, depths, parents)
+
+    @abstractmethod
+    def begin(self, states: Tensor, logits: Tensor) -> None:
+        """Begin a round with its drafts' states `[B, k, H]` and logits `[B, k, V']`, before any of them is drawn."""
+
+    @abstractmethod
+    def following(self, tokens: Tensor, depths: Tensor, parents: Tensor | None) -> Tensor:
+        """Return logits `[B, W, V']` of the drafts after `tokens` `[B, W]`, which stand at `depths` `[B, W]`.
+
+        `parents`: as `decode` has them; None of the root, too.
+        """
+
+
 class DFlash(LayerDrafter[C]):
     """A drafter of whole blocks. Embedding and output embedding are the target's; everything else is its own."""
 
@@ -252,33 +282,3 @@ class DFlash(LayerDrafter[C]):
     def _copied_bytes(self, max_length: int) -> int:
         given = sum(part.weight.nbytes for part in context_parts(self.own_layers))
         return super()._copied_bytes(max_length) + given
-
-
-class FollowingSession(BlockSession):
-    """A session whose drafts depend on the token before each of them."""
-
-    def prefill(self, root: Tensor) -> Tensor:
-        states = self.draft(root)
-        logits = self.head(states)
-        self.drafts.start(logits)
-        self.begin(states, logits)
-        return self.following(root[:, None], torch.zeros_like(root)[:, None], None)[:, 0]
-
-    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        required(self.drafts.logits, UNBEGUN)
-        if parents is None:
-            depths = torch.full_like(tokens, self.drafts.descend())
-        else:
-            depths = self.drafts.place(parents).clamp(max=self.drafts.deepest - 1)
-        return self.following(tokens, depths, parents)
-
-    @abstractmethod
-    def begin(self, states: Tensor, logits: Tensor) -> None:
-        """Begin a round with its drafts' states `[B, k, H]` and logits `[B, k, V']`, before any of them is drawn."""
-
-    @abstractmethod
-    def following(self, tokens: Tensor, depths: Tensor, parents: Tensor | None) -> Tensor:
-        """Return logits `[B, W, V']` of the drafts after `tokens` `[B, W]`, which stand at `depths` `[B, W]`.
-
-        `parents`: as `decode` has them; None of the root, too.
-        """

@@ -1,6 +1,6 @@
 """Our decoder beside vLLM, llama.cpp and transformers on the same grown weights: tokens/s, in turns, greedy, batch 1.
 
-    outrider grow embedded --like 0.4b --out runs/grown --drafter runs/embedded-eagle1/drafter
+    outrider lab grow embedded --like 0.4b --out runs/grown --drafter runs/embedded-eagle1/drafter
     python -m benchmarks.engines runs/grown --vllm ~/vllm --llama /usr/bin/llama-server --threads 1 \\
         --out benchmarks/results/engines-0.4b-cpu-bf16.json
 
@@ -183,7 +183,7 @@ def tables(result: dict[str, Any]) -> list[str]:
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = options(__doc__, "suites", "depth", "threads", limit=2, max_new_tokens=64, repeats=2)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="that `outrider grow` wrote")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="that `outrider lab grow` wrote")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--vllm", type=Path, help="the environment of a vLLM")
     parser.add_argument("--llama", type=Path, help="llama.cpp's server")

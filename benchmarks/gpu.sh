@@ -8,7 +8,7 @@
 # --model is the target for which `candidates` tries every way of running passes. --heads holds drafters that were
 # trained for the embedded target before, as eagle1/drafter and eagle3/drafter: `real-size` races them.
 #
-# Targets are the one that ships with Outrider, grown into the shapes of real models (`outrider grow`), and so is the
+# Targets are the one that ships with Outrider, grown into the shapes of real models (`outrider lab grow`), and so is the
 # head that is trained for it first: texts and accepted drafts are real. Nothing is downloaded.
 #
 # It needs torch >= 2.11, transformers >= 5.17 and Python >= 3.11, of $PYTHON or python3; the checkout need not be

@@ -17,11 +17,11 @@ from outrider.common import BadInputError
 from outrider.common.machine import best_device
 from outrider.costs.round_timing import draft_times
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, load_drafter
-from outrider.heads.grow_with_target import grow_drafter
+from outrider.lab.grow import grow, shape_config
+from outrider.lab.grow_drafter import grow_drafter
 from outrider.targets import Target
 from outrider.targets.fast import use_fastest_pass
 from outrider.targets.fast.select import RUNNERS
-from outrider.targets.grow import grow, shape_config
 from outrider.targets.loading import split_shape
 
 PRUNED = 32_000  # outputs of the EAGLE-3 heads that were published for targets of eight billion parameters

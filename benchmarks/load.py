@@ -1,4 +1,4 @@
-"""Tokens/s as the cost model and `outrider capacity` predict them, beside the decoder's own, over depth × batch size.
+"""Tokens/s as the cost model and `outrider lab capacity` predict them, and the decoder's own, over depth × batch size.
 
     python -m benchmarks.load --drafter eagle1=runs/pair-v1/drafter --out benchmarks/results/load-cpu-bf16.json
 
@@ -27,10 +27,10 @@ from outrider.decode import Costs, Decoder, Plan, Sampling
 from outrider.eval.acceptance import Acceptance, measure_acceptance
 from outrider.eval.batch_timing import BatchRacer, make_groups
 from outrider.eval.interleaved_runs import race
-from outrider.eval.load_simulation import RequestMix, RequestRecord, StepTimes, Traffic, simulate
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
 from outrider.eval.tuner import round_times
 from outrider.heads import Drafter, Ngram, load_drafter
+from outrider.lab.load_simulation import RequestMix, RequestRecord, StepTimes, Traffic, simulate
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
 

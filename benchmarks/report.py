@@ -24,7 +24,7 @@ from outrider.targets.fast.select import RUNNERS
 
 NOTHING = "–"
 _COMMON: dict[str, dict[str, Any]] = {
-    "target": {"default": "embedded", "help": "a folder, or one grown into a shape: embedded@8b (`outrider grow`)"},
+    "target": {"default": "embedded", "help": "a folder, or one grown into a shape: embedded@8b (`outrider lab grow`)"},
     "shape": {"nargs": "*", "default": [], "metavar": "KEY=VALUE", "help": "sizes of that shape: num_hidden_layers=16"},
     "runner": {"choices": [runner.name for runner in RUNNERS], "help": "of passes; default: what is fastest"},
     "suites": {"nargs": "*", "default": ["code", "docs", "prose"]},

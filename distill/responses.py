@@ -27,6 +27,7 @@ from ..common.file_process_group import LaunchGroup
 from ..common.locks import locked
 from ..common.progress import progress
 from ..common.runtime import versions
+from ..heads import HEADS
 from ..recipes import Recipe, TargetSpec
 from ..targets import Fingerprint, Target, config_only_target
 from ..targets.config_only import target_without_layers
@@ -101,14 +102,14 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
 
 def check_images(recipe: Recipe, target: Target) -> None:
     """Raise BadInputError if a recipe asks for what does not work with images in its data."""
-    spec = recipe.data
+    spec, kind = recipe.data, str(recipe.drafter.get("type"))
     reads_text = {
         "data.servers": spec.servers is not None,
         "target.engine": recipe.target.engine is not None,
         "data.on_policy": bool(spec.on_policy),
         "data.learn_prompts": spec.learn_prompts,
         "joint": recipe.joint is not None,
-        "drafter.type: uno": recipe.drafter.get("type") == "uno",
+        f"drafter.type: {kind}": kind in HEADS and HEADS[kind].text_only,
     }
     if asked := [name for name, is_asked in reads_text.items() if is_asked]:
         raise BadInputError(f"{asked[0]}: this works with text alone, and rows of data.prompts have images.")

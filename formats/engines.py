@@ -14,6 +14,7 @@ from typing import Any
 
 from ..common import BadInputError, IncompatibleError
 from ..common.errors import did_you_mean
+from ..common.plugins import plugins
 from ..heads import DrafterConfig, head_class
 from .base_layout import ExportLayout
 from .blocks import SpeculatorsBlocks
@@ -23,11 +24,10 @@ from .eagle import EagleLayout, Sglang
 from .early_exit import EarlyExit
 from .medusa import MedusaRepository, MedusaVllm
 from .mtp import NativeMtp
-from .peft_lora import PeftLora
 from .raw_blocks import DeepSpec, ZLab
 from .speculators import Speculators, SpeculatorsPEagle
 
-# By `--to`, the drafters that can be written for it, and their layouts.
+# By `--to`, the drafters that can be written for it, and their layouts; packages add to it under `outrider.layouts`.
 LAYOUTS: dict[str, dict[str, ExportLayout]] = {
     "vllm": {
         "eagle3": Speculators(embeddings=False),
@@ -63,8 +63,10 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
     "medusa": {"medusa": MedusaRepository()},
     "eagle": {"eagle1": EagleLayout("eagle")},
     "gguf": {"draft_model": Gguf()},
-    "peft": {"uno": PeftLora()},
 }
+for _layouts in plugins("layouts").values():
+    for _to, _by_drafter in _layouts.items():
+        LAYOUTS.setdefault(_to, {}).update(_by_drafter)
 _OTHER_NAMES = {"llama.cpp": "gguf"}  # the engine's, and that of its format
 
 

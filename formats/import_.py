@@ -53,8 +53,8 @@ def recognised(folder: str | Path) -> ExportLayout:
             return LAYOUTS["gguf"]["draft_model"]
         if early_exit_of(path) is not None:
             return LAYOUTS["hf"]["self_speculative"]
-        if (path / ADAPTER_CONFIG).is_file():
-            return LAYOUTS["peft"]["uno"]
+        if (path / ADAPTER_CONFIG).is_file() and (adapters := LAYOUTS.get("peft")):
+            return next(iter(adapters.values()))
         config, files = read_config(path), sorted(path.glob("*.safetensors"))
         names = {name for file in files for name in stored_tensors(file)}
         _check_counts(config, names, path)

@@ -9,8 +9,7 @@ from .block.dspark import DSpark, DSparkConfig
 from .block.lilicorr import LiLiCorr, LiLiCorrConfig
 from .draft_model import DraftModel, DraftModelConfig
 from .eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
-from .lookup.fusion import Cascade, CascadeConfig, Fusion, FusionConfig, fuse
-from .lookup.lookahead import Lookahead, LookaheadConfig
+from .lookup.fusion import Fusion, FusionConfig, fuse
 from .lookup.ngram import Ngram, NgramConfig
 from .lookup.suffix import Suffix, SuffixConfig
 from .losses import AcceptedPositions
@@ -19,14 +18,12 @@ from .medusa import Hydra, HydraConfig, Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
 from .parallel.pard import Pard, PardConfig
 from .parallel.peagle import PEagle, PEagleConfig
-from .parallel.uno import Uno, UnoConfig
 from .registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
 from .saved import DrafterConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from .session import Abilities, ChainSession, Choose, Ended, NodeSession, NoDraftSession, Proposal, Session, TextSession
 
-HEADS |= {
-    "cascade": Cascade,
+HEADS.kernel |= {
     "dflash": DFlash,
     "dflash2": DFlash2,
     "draft_model": DraftModel,
@@ -36,7 +33,6 @@ HEADS |= {
     "fusion": Fusion,
     "hydra": Hydra,
     "lilicorr": LiLiCorr,
-    "lookahead": Lookahead,
     "medusa": Medusa,
     "mtp": Mtp,
     "ngram": Ngram,
@@ -44,7 +40,6 @@ HEADS |= {
     "peagle": PEagle,
     "self_speculative": SelfSpeculative,
     "suffix": Suffix,
-    "uno": Uno,
 }
 FORMS |= {"low_rank": LowRank}
 
@@ -52,10 +47,10 @@ __all__ = ["AcceptedPositions", "Drafter", "DrafterConfig", "DrafterLoss", "Targ
 __all__ += ["HEADS", "drafter_config", "head_class", "load_drafter", "restore_drafter"]
 __all__ += ["Abilities", "ChainSession", "Choose", "Ended", "NoDraftSession", "NodeSession", "Proposal", "Session"]
 __all__ += ["TextSession"]
-__all__ += ["Cascade", "Fusion", "Lookahead", "Ngram", "SelfSpeculative", "Suffix", "fuse"]
-__all__ += ["CascadeConfig", "FusionConfig", "LookaheadConfig", "NgramConfig", "SelfSpeculativeConfig", "SuffixConfig"]
+__all__ += ["Fusion", "Ngram", "SelfSpeculative", "Suffix", "fuse"]
+__all__ += ["FusionConfig", "NgramConfig", "SelfSpeculativeConfig", "SuffixConfig"]
 __all__ += ["DFlash", "DFlash2", "DSpark", "DraftModel", "Eagle1", "Eagle3", "Hydra", "LiLiCorr", "LowRank"]
-__all__ += ["Medusa", "Mtp", "PEagle", "Pard", "Uno"]
+__all__ += ["Medusa", "Mtp", "PEagle", "Pard"]
 __all__ += ["DFlash2Config", "DFlashConfig", "DSparkConfig", "DraftModelConfig", "Eagle1Config", "Eagle3Config"]
 __all__ += ["HydraConfig", "LiLiCorrConfig", "LowRankConfig", "MedusaConfig", "MtpConfig", "PEagleConfig"]
-__all__ += ["PardConfig", "UnoConfig"]
+__all__ += ["PardConfig"]

@@ -107,6 +107,8 @@ class Drafter(SavedDrafter[C]):
     `trains_target`: its loss may train the hidden states that it reads, and so the target (train/joint.py).
     `by_layers`: its loss runs the layers of its Hugging Face `model` as modules: FSDP2 may gather one at a time.
     `packs`: its loss keeps the documents of a row apart (`TargetBatch.documents`).
+    `needs_layers`: it runs the target's own layers, which must be whole in each process.
+    `text_only`: it cannot learn from rows with images.
     `follows_rounds`: its loss depends on the depths of drafts, so that a share of it can lie on those that rounds of
         decoding reached (`TargetBatch.verified`).
     """
@@ -116,6 +118,8 @@ class Drafter(SavedDrafter[C]):
     trains_target: ClassVar[bool] = False
     by_layers: ClassVar[bool] = False
     packs: ClassVar[bool] = False
+    needs_layers: ClassVar[bool] = False
+    text_only: ClassVar[bool] = False
     follows_rounds: ClassVar[bool] = False
 
     @property

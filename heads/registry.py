@@ -1,23 +1,46 @@
-"""Drafters by name: their classes and configs, and drafters as they were saved.
-
-`HEADS` is filled by heads/__init__.py, so that a drafter which is made of others (heads/lookup/fusion.py) can ask it.
-"""
+"""Drafters by name: their classes and configs, and drafters as they were saved."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..common import BadInputError, digests
 from ..common.errors import NotFiniteError, did_you_mean
+from ..common.plugins import plugin, registered
 from ..targets import Target
 from ..targets.weights import overflow_of
 from .base import Drafter
 from .saved import DrafterConfig, read_config
 
-HEADS: dict[str, type[Drafter]] = {}
+
+class DrafterTypes(Mapping[str, type[Drafter]]):
+    """The drafter classes by name: the kernel's, and those that packages register under `outrider.drafters`.
+
+    heads/__init__.py fills `kernel`, so that a drafter which is made of others (heads/lookup/fusion.py) can ask for
+    them. Another package's class is imported when it is first asked for.
+    """
+
+    def __init__(self) -> None:
+        self.kernel: dict[str, type[Drafter]] = {}
+
+    def __getitem__(self, name: str) -> type[Drafter]:
+        found = self.kernel.get(name) or plugin("drafters", name)
+        if found is None:
+            raise KeyError(name)
+        return cast("type[Drafter]", found)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self.kernel, *registered("drafters")]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+HEADS = DrafterTypes()
 
 # Forms in which drafters of any type may be saved, which no recipe names; filled by heads/__init__.py, too.
 FORMS: dict[str, type[Drafter]] = {}

@@ -81,6 +81,7 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
     """A drafter made of the target's first layers and an exit."""
 
     name = "self_speculative"
+    needs_layers = True
     packs = True
     config_class = SelfSpeculativeConfig
     trains_target = True

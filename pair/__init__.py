@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ..common.lazy import lazily
 
 if TYPE_CHECKING:
-    from .comparison import gate_pairs, newest_report
+    from .comparison import gate_pairs, newest_report, report_in
     from .export import PairExport, export_pair
     from .folder import PairFiles, verify
     from .manifest import Manifest
@@ -29,5 +29,6 @@ __all__ = [
     "new_pair",
     "newest_report",
     "probe",
+    "report_in",
     "verify",
 ]

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..common import BadInputError
@@ -13,7 +14,7 @@ from ..common.safe_load import parse_yaml
 from ..eval.reports.gate import Counted, GateComparison, GateResult, gate
 from ..eval.reports.report import Report
 from .folder import PairFiles
-from .manifest import RECIPE, REPORTS, TOKENIZER, Figure, Headline, Manifest
+from .manifest import MANIFEST, RECIPE, REPORTS, TOKENIZER, Figure, Headline, Manifest
 
 _TOKENS = f"{TOKENIZER}/tokenizer.json"
 _DATA = ("data.", "eval.suites")
@@ -220,3 +221,8 @@ def _calibration(new: PairFiles, old: PairFiles) -> GateComparison | None:
         [Counted(m.suite, m.id, m.accepted + m.rounds, m.rounds) for m in side.prompts] for side in (after, before)
     )
     return GateComparison(after.temperature, *counts)
+
+
+def report_in(folder: Path) -> Report:
+    """Return the report in `folder`, or the newest one of the pair in `folder`."""
+    return newest_report(PairFiles.load(folder)) if (folder / MANIFEST).is_file() else Report.load(folder)

@@ -133,8 +133,8 @@ def served_path(target: Target, folder: Path | None = None) -> str:
         return str(folder.absolute() / TARGET)
     if not target.place:
         raise BadInputError(
-            "this target was given in memory, or grown while it was loaded (`outrider grow` writes it); load it from a "
-            "folder that the engine can read, too."
+            "this target was given in memory, or grown while it was loaded (`outrider lab grow` writes it); load it "
+            "from a folder that the engine can read, too."
         )
     return target.place
 

@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +31,7 @@ from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
 from ..common.values import printable_urls
-from . import capacity_cli, data_cli, export_cli, recipe_keys, replay_cli, serving_cli, starter
+from . import data_cli, export_cli, recipe_keys, serving_cli, starter
 from .help_examples import EXAMPLES
 from .options import (
     Adapter,
@@ -51,7 +52,7 @@ from .options import (
 )
 from .output import answering, console_for, finish, print_lines
 from .pair_cli import pair_app, print_pair
-from .report_cli import find_report, report
+from .verb_group import verb_groups
 
 FINDING, BAD_INPUT, FAULT = 1, 2, 70
 # Verbs that keep what is finished when they are asked to stop.
@@ -64,7 +65,8 @@ _URL = re.compile(
 _BROKEN = {errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE}  # whatever file it is
 _OUR_CALLS = {errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTTY, errno.ESPIPE}  # errors of calls that were wrong
 _LONGEST = 10_000  # letters of a sentence about an error
-SPEAKING = ("generate", "watch")  # what they write comes as it is made
+# Their output appears as it is made.
+SPEAKING = {("generate",)} | {(name, verb) for name, group in verb_groups().items() for verb in group.speaking}
 GOES_ON = "what was done is kept, and the same command goes on from there."
 
 
@@ -75,12 +77,12 @@ class Verbs(TyperGroup):
         given = [*getattr(ctx, "_protected_args", []), *ctx.args]  # the verb comes first
         as_json = "--json" in given
         with answering(as_json):
-            return self._invoke(ctx, as_json, " ".join(given[:1]))
+            return self._invoke(ctx, as_json, given)
 
-    def _invoke(self, ctx: Any, as_json: bool, verb: str) -> Any:
-        console = None if verb in SPEAKING else console_for(as_json)
+    def _invoke(self, ctx: Any, as_json: bool, given: list[str]) -> Any:
+        speaks = bool(SPEAKING & {tuple(given[:1]), tuple(given[:2])})
         try:
-            with stoppable(), plain_lines(console, verb):
+            with stoppable(), plain_lines(None if speaks else console_for(as_json), " ".join(given[:1])):
                 return super().invoke(ctx)
         except KeyboardInterrupt as error:
             after = GOES_ON if ctx.invoked_subcommand in RESUMED else "nothing was written; run the same command again."
@@ -182,12 +184,9 @@ app.command("recipe")(recipe_keys.recipe)
 app.command("export")(export_cli.export)
 app.command("import")(export_cli.import_)
 app.command("lint")(export_cli.lint)
-app.command("grow")(export_cli.grow)
-app.command("report")(report)
-app.command("capacity")(capacity_cli.capacity)
-app.command("replay")(replay_cli.replay)
 app.command("served", context_settings={"allow_extra_args": True})(serving_cli.served)
-app.command("watch")(serving_cli.watch)
+for _name, _group in verb_groups().items():
+    app.add_typer(_group.app, name=_name)
 
 
 def _print_version(wanted: bool) -> None:
@@ -255,29 +254,6 @@ def train(
         console.print(f"for the target with the adapter [bold]{escape(adapter)}[/bold], which it was trained with")
     made = {"drafter": str(result.drafter_folder), "adapter": adapter, "steps": result.steps}
     finish(as_json, "train", made | {"metrics": result.metrics})
-
-
-@app.command()
-def vocab(
-    recipe: RecipeName,
-    changes: Overrides = None,
-    size: Annotated[
-        list[int] | None, typer.Option(min=1, help="A size beside the usual ones; may be repeated.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Responses that acceptance is measured on, at most.")] = 200,
-    as_json: AsJson = False,
-) -> None:
-    """Which draft vocabulary to keep: what each size covers of the target's responses, and the acceptance that
-    pruning loses.
-    """
-    loaded = recipe_of(recipe, changes)
-    require_folder(loaded.output_folder / "vocabulary")
-    from .vocabulary_study import save, show, study
-
-    console = console_for(as_json)
-    report = study(loaded, size or (), limit, console=console)
-    folder = save(report, loaded.output_folder / "vocabulary")
-    finish(as_json, "vocab", report, show=lambda: show(report, folder, console))
 
 
 @app.command()
@@ -601,13 +577,13 @@ def gate(
     """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
     from ..eval.reports.gate import gate as run
     from ..eval.reports.gate import to_junit, to_markdown
-    from ..pair import PairFiles, gate_pairs
+    from ..pair import PairFiles, gate_pairs, report_in
     from .json_schemas import GateBody
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
         result = gate_pairs(PairFiles.load(pair), PairFiles.load(against), tolerance, confidence, sequential)
     else:
-        result = run(find_report(pair), find_report(against), tolerance, confidence, sequential=sequential)
+        result = run(report_in(pair), report_in(against), tolerance, confidence, sequential=sequential)
     for file, text in ((junit, to_junit), (markdown, to_markdown)):
         if file is not None:
             require_folder(file.parent, file.name)
@@ -651,17 +627,19 @@ def quickstart(
         raise typer.Exit(FINDING)
 
 
-def _show_examples(group: typer.Typer, prefix: str = "") -> None:
+def _show_examples(group: typer.Typer, examples: Mapping[str, Sequence[str]], prefix: str = "") -> None:
     """Put the examples of every verb below its help."""
     for command in group.registered_commands:
         name = prefix + str(command.name or getattr(command.callback, "__name__", ""))
-        if name in EXAMPLES:
-            command.epilog = "\n\n".join(["[bold]Examples[/bold]", *map(escape, EXAMPLES[name])])
+        if name in examples:
+            command.epilog = "\n\n".join(["[bold]Examples[/bold]", *map(escape, examples[name])])
 
 
-_show_examples(app)
-_show_examples(pair_app, "pair ")
-_show_examples(data_cli.data_app, "data ")
+_show_examples(app, EXAMPLES)
+_show_examples(pair_app, EXAMPLES, "pair ")
+_show_examples(data_cli.data_app, EXAMPLES, "data ")
+for _name, _group in verb_groups().items():
+    _show_examples(_group.app, _group.examples, f"{_name} ")
 
 
 def main() -> None:

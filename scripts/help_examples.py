@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 _LINES = """
 outrider distill embedded-eagle3
 outrider distill my.yaml data.limit=500
@@ -11,7 +13,6 @@ outrider data check embedded-eagle3
 outrider data check my.yaml data.limit=1000 --json
 outrider train embedded-eagle3
 outrider train my.yaml training.max_steps=100 --fresh
-outrider vocab embedded-eagle3 --size 1024 --size 2048
 outrider init path/to/target --out my.yaml
 outrider init embedded --prompts prompts.jsonl --out my.yaml
 outrider recipe --explain eval.repeats
@@ -28,10 +29,6 @@ outrider compare embedded-eagle3 embedded-eagle1 --budget 180
 outrider compare embedded-eagle3 embedded-eagle1 --search 40 --budget 180
 outrider tune runs/pair-v1 --batch 1 --batch 8
 outrider tune runs/pair-v1 --temperature 1 --dry-run
-outrider capacity runs/pair-v1 --arrivals 2 --arrivals 20
-outrider capacity runs/pair-v1 --arrivals 20 --latency 1.5 --max-batch 64 --json
-outrider replay runs/pair-v1 --limit 5
-outrider replay runs/pair-v1 --to vllm --export runs/vllm
 outrider generate runs/pair-v1 "def read_lines(path):"
 outrider generate runs/pair-v1 - --plain --max-new-tokens 64
 outrider probe runs/pair-v1 --target path/to/target --adapter path/to/lora --json
@@ -39,20 +36,13 @@ outrider refresh runs/pair-v1 --target path/to/target --out runs/v2
 outrider gate runs/v2/pair --against runs/pair-v1
 outrider gate runs/v2/pair --against runs/pair-v1 --tolerance 0.05 --junit gate.xml --markdown gate.md
 outrider gate runs/v2/pair --against runs/pair-v1 --sequential
-outrider report runs/pair-v1 --to modelopt --to vllm --out runs/forms
-outrider report --check runs/forms/speculation_profile.json
-outrider report runs/pair-v1 runs/v2/pair --out runs/trend
 outrider export runs/pair-v1 --to vllm --out runs/vllm
 outrider export runs/pair-v1 --to sglang --out runs/sglang --depth 3
 outrider import path/to/head --target path/to/target --out runs/head-v1 --pair
 outrider lint path/to/head --target path/to/target
 outrider lint runs/vllm --json
-outrider grow embedded --like 0.4b --out runs/grown
-outrider grow path/to/target --like 8b --out runs/grown --drafter path/to/drafter num_hidden_layers=8
 outrider served runs/pair-v1 --start vllm --python path/to/venv
 outrider served runs/pair-v1 --url http://127.0.0.1:8000 --temperature 0 --json
-outrider watch http://127.0.0.1:8000 --pair runs/pair-v1 --json
-outrider watch http://127.0.0.1:8000 --once --state watch.json
 outrider doctor --json
 outrider doctor --for served
 outrider quickstart --out quickstart
@@ -70,7 +60,14 @@ outrider pair verify runs/pair-v1 --signer allowed_signers
 outrider pair sign runs/pair-v1 --key ~/.ssh/release
 """
 
-EXAMPLES: dict[str, list[str]] = {}  # by verb
-for _line in _LINES.split("\n")[1:-1]:
-    _first, _second = _line.split()[1:3]
-    EXAMPLES.setdefault(f"{_first} {_second}" if _first in ("data", "pair") else _first, []).append(_line)
+
+def examples_by_verb(lines: str, groups: Collection[str]) -> dict[str, list[str]]:
+    """Return command lines by their verbs; a verb of a group is called "GROUP VERB"."""
+    found: dict[str, list[str]] = {}
+    for line in lines.strip().split("\n"):
+        first, second = line.split()[1:3]
+        found.setdefault(f"{first} {second}" if first in groups else first, []).append(line)
+    return found
+
+
+EXAMPLES = examples_by_verb(_LINES, ("data", "pair"))

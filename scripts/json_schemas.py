@@ -26,6 +26,7 @@ from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures
 from ..eval.tuning_record import Tuning
 from ..pair.comparison import tuned_plans
 from ..pair.manifest import Figure, Lineage, Manifest
+from .verb_group import verb_groups
 
 if TYPE_CHECKING:
     from ..pair import PairFiles
@@ -253,43 +254,6 @@ class DiffBody(Body):
     differences: dict[str, list[str]]
 
 
-class ContradictionBody(Body):
-    """Two statements of a file that cannot both hold: the mistake's name, and what stands there."""
-
-    name: str
-    line: str
-
-
-class ReportCheckBody(Body):
-    """The contradictions of each file that was checked."""
-
-    files: dict[str, list[ContradictionBody]]
-
-
-class ReportFormsBody(Body):
-    """The files that were written, by form, and the conventions of what they say."""
-
-    files: dict[str, str]
-    conventions: str
-
-
-class TrendVersionBody(Body):
-    """One version over time, and what changed since the one before."""
-
-    version: str
-    created: str
-    tau: Measured
-    speedup: Measured
-    changes: list[str]
-
-
-class ReportTrendBody(Body):
-    """The folder of the page, and the versions in their order."""
-
-    folder: str
-    versions: list[TrendVersionBody]
-
-
 # The body of every answer that needs no torch, by the verb that gives it; `json_schemas_torch` has the others.
 BODIES: dict[str, Any] = {
     "error": ErrorBody,
@@ -308,20 +272,20 @@ BODIES: dict[str, Any] = {
     "probe": ProbeBody,
     "refresh": PairBody,
     "gate": GateBody,
-    "report-check": ReportCheckBody,
-    "report-forms": ReportFormsBody,
-    "report-trend": ReportTrendBody,
     "doctor": dict[str, Any],
 }
 
 
 def body_of(kind: str) -> Any:
     """Return the type of the body of a verb's answer."""
-    if kind in BODIES:
-        return BODIES[kind]
+    return BODIES[kind] if kind in BODIES else _bodies_with_torch()[kind]
+
+
+def _bodies_with_torch() -> dict[str, Any]:
+    """Return the bodies whose types need torch, those of other packages' verbs among them."""
     from .json_schemas_torch import MEASURED
 
-    return MEASURED[kind]
+    return MEASURED | {kind: body for group in verb_groups().values() for kind, body in group.bodies().items()}
 
 
 def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
@@ -343,9 +307,7 @@ def schema(kind: str) -> dict[str, Any]:
 
 def schemas() -> dict[str, dict[str, Any]]:
     """Return all schemas by their files' names: one for each answer, those of pair.json and of report.json."""
-    from .json_schemas_torch import MEASURED
-
-    found = {f"{kind}.json": schema(kind) for kind in (*BODIES, *MEASURED)}
+    found = {f"{kind}.json": schema(kind) for kind in (*BODIES, *_bodies_with_torch())}
     report = Report.model_json_schema()
     report["properties"][CHECKSUM] = {"type": "string", "pattern": "^[0-9a-f]{64}$"}  # of everything else in the file
     return found | {"pair.json": Manifest.model_json_schema(), "report.json": report}

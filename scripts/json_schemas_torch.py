@@ -8,12 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..costs.training import Needs
-from ..eval.load_simulation import Capacity
-from ..eval.pruning import VocabularyReport
-from ..eval.replay import Replayed
 from ..formats.lint_context import LintFinding
 from ..serving.diagnosis import ServedResult
-from ..serving.watching import WatchEvent
 
 
 @dataclass(frozen=True)
@@ -32,11 +28,7 @@ class LintBody(BaseModel, extra="forbid"):
 
 # By the verb that gives it, as in `json_schemas`.
 MEASURED: dict[str, Any] = {
-    "vocab": VocabularyReport,
-    "capacity": Capacity,
-    "replay": Replayed,
     "plan": PlanBody,
     "lint": LintBody,
     "served": ServedResult,
-    "watch": WatchEvent,
 }

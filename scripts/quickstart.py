@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -33,18 +33,20 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
-from ..common import BadInputError, OutriderError, digests
-from ..common.atomic import clear_away, replacing_folder
+from ..common import BadInputError, digests
+from ..common.atomic import replacing_folder
 from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
+from ..common.plugins import plugins
 from ..common.progress import progress
-from ..costs.machine_speed import Pace, measure_pace, measure_weights
+from ..costs.machine_speed import Pace, measure_pace
 from ..decode import Plan
 from ..distill import distill, provenance
 from ..distill.prompt_table import Prompt
 from ..distill.recipe_prompts import recipe_prompts
 from ..eval import Report
 from ..eval.measure import contestants, measure
+from ..eval.reports.figures import Figures
 from ..eval.reports.gate import GateResult
 from ..eval.reports.render import write_report
 from ..eval.suites import Suite, load_suites, make_suite
@@ -58,7 +60,6 @@ from ..targets import Target, embedded_path
 from ..targets.fingerprint import digest_file
 from ..train import train
 from .eval_setup import tuned_contestant
-from .quickstart_grown import GrownMeasurement, shortest_first, size_name
 
 # Of the heads that Outrider trains, eagle1 has the highest τ after minutes of training on two CPU cores: 3.38 after 360
 # seconds, against 2.98 of eagle3 (benchmarks/results/frontier-360s-cpu.json); others have less (compare-cpu-fp32.json).
@@ -245,25 +246,21 @@ def verify_both(place: Workplace) -> str:
     return child if not differences else f"{child}; differs: {'; '.join(differences)}"
 
 
-def grow_to_real_size(place: Workplace) -> str:
-    """Measure target and head of version 1 at the largest size whose memory and measurement fit."""
-    until, budget = time.perf_counter() + place.budget.grown_seconds, place.budget
-    clear_away(place.out / "grown")  # an earlier story's
-    head, suites = load_drafter(place.out / "drafter", place.target), place.suites(place.target, budget.suite_prompts)
-    settings = place.recipe.eval.model_copy(update={"max_new_tokens": budget.grown_tokens})
-    found, shortest = place.tuning.batches[0], [shortest_first(suite) for suite in suites]
-    measurement = GrownMeasurement(place.target, head, found, shortest, settings, until, place.console)
-    try:
-        run = measurement.run(budget.shapes, measure_weights(place.target.device)) if budget.shapes else None
-    except (OutriderError, RuntimeError) as error:  # what came before stands; torch's lack of memory is the latter, too
-        return f"no size could be measured: {str(error).splitlines()[0]}"
-    if run is None:
-        return f"no size of {', '.join(budget.shapes) or 'none'} fits the memory here"
-    write_report(run.report, place.out / "grown")
-    write_json(place.out / "grown.json", run.to_dict())
-    return run.sentence()
+class QuickstartStage(Protocol):
+    """A last stage that a package registers under `outrider.quickstart`."""
+
+    title: str
+
+    def run(self, place: Workplace) -> str:
+        """Run the stage, and return what it found in a sentence."""
+        ...
+
+    def rows(self, place: Workplace) -> tuple[list[tuple[str, Figures]], str]:
+        """Return the rows that it adds to the closing table, and what it adds to the note below."""
+        ...
 
 
+LAST_STAGES: list[QuickstartStage] = list(plugins("quickstart").values())
 Stage = Callable[[Workplace], str]
 STAGES: list[tuple[str, Stage]] = [
     ("how fast is this machine?", look_at_the_machine),
@@ -277,7 +274,7 @@ STAGES: list[tuple[str, Stage]] = [
     ("refresh: learn from the new target", learn_again),
     ("gate: v2 against v1", ask_the_gate),
     ("pair v2", verify_both),
-    ("at real size, the same text", grow_to_real_size),
+    *((stage.title, stage.run) for stage in LAST_STAGES),
 ]
 
 
@@ -345,11 +342,10 @@ def closing_table(place: Workplace) -> Table:
     budget, conditions = place.budget, first.conditions
     note = f"{sum(s.num_prompts for s in conditions.suites)} prompts of {' and '.join(budget.suites)}, greedy"
     note += f", {place.measured.dtype}, batch 1, [95% interval over prompts]"
-    if (place.out / "grown").is_dir():
-        grown = Report.load(place.out / "grown")
-        size = size_name(str(grown.conditions.target["path"]).rpartition("@")[2])
-        rows += [(f"v1 at {size}: {c.label}", grown.headline(c.name)) for c in grown.contestants if c.kind == "drafter"]
-        note += f"; at {size} {sum(s.num_prompts for s in grown.conditions.suites)} of them, {grown.conditions.dtype}"
+    for stage in LAST_STAGES:
+        more, conditions_there = stage.rows(place)
+        rows += more
+        note += conditions_there
     table = Table(header_style="bold", caption=Text(note), caption_justify="left")
     for heading in ("", "τ (tokens per round)", "speedup over the plain target"):
         table.add_column(heading, justify="left" if not heading else "right")

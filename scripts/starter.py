@@ -162,7 +162,7 @@ def starter(target: str, prompts: list[str] | None = None) -> str:
         dtype="float32 # exact enough to compare runs" if small else facts.dtype,
         depth=3 if small else 5,
         norms=_SCALES[kind] if scaled else "",
-        draft_vocab_size=f"draft_vocab_size: 32000 # of {facts.vocabulary:,}; `outrider vocab` measures it"
+        draft_vocab_size=f"draft_vocab_size: 32000 # of {facts.vocabulary:,}; `outrider lab vocab` measures it"
         if pruned
         else "",
         intermediate_size=f"intermediate_size: {4 * facts.hidden} # its layer is dense, the target's experts smaller"

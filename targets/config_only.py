@@ -210,7 +210,7 @@ def target_without_layers(
     """
     path = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
     if split_shape(path)[1] is not None:
-        raise BadInputError(f"target.engine: {path!r} is grown while it is loaded; save it (outrider grow) first.")
+        raise BadInputError(f"target.engine: {path!r} is grown while it is loaded; save it (outrider lab grow) first.")
     folder = folder_of(target_path(path), dtype, revision, trust_remote_code)
     model = meta_causal_lm(path, dtype, revision, trust_remote_code)
     if model.can_generate() and (folder / GENERATION_CONFIG).exists():

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Collection
 from importlib import resources
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, Protocol, cast, get_args
 
 import torch
 from torch import nn
@@ -18,14 +19,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from ..common import digests
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
+from ..common.plugins import plugin
 from ..common.safe_load import read_json
-from .grow import ALIASES, SHAPES, grown_config, shape_config
 from .images import SEEING, ImageReader, processor_in
 from .model_folder import (
     INDEX,
@@ -163,10 +165,31 @@ def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_r
     return folder
 
 
+class TargetGrowth(Protocol):
+    """How the models of `PATH@SHAPE` are made; registered as `grown` under `outrider.targets`."""
+
+    @property
+    def shapes(self) -> Collection[str]:
+        """The names that may stand after the @."""
+        ...
+
+    def config(self, config: PreTrainedConfig, shape: str) -> PreTrainedConfig:
+        """Return the config of a model of this shape that computes what one of `config` does."""
+
+    def model(self, model: PreTrainedModel, shape: str, device: torch.device) -> PreTrainedModel:
+        """Return a model of this shape that computes what `model` does."""
+
+
+def target_growth() -> TargetGrowth | None:
+    """Return what makes grown targets, if a package brings it."""
+    return cast("TargetGrowth | None", plugin("targets", "grown"))
+
+
 def split_shape(path: str) -> tuple[str, str | None]:
-    """Return the path of a model, and of `PATH@SHAPE` the shape that it is grown into (see `targets.grow`)."""
+    """Return the path of a model, and of `PATH@SHAPE` the shape that it is grown into."""
     model, _, shape = path.rpartition("@")
-    return (model, shape) if model and shape in (*SHAPES, *ALIASES) else (path, None)
+    growth = target_growth() if model else None
+    return (model, shape) if growth is not None and shape in growth.shapes else (path, None)
 
 
 def target_path(path: str) -> str:
@@ -211,8 +234,8 @@ def meta_causal_lm(
         check_files(folder, trust_remote_code)
         with without_questions():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if (shape := split_shape(name)[1]) is not None:
-            config = grown_config(config, shape_config(shape))
+        if (shape := split_shape(name)[1]) is not None and (growth := target_growth()) is not None:
+            config = growth.config(config, shape)
     except (IncompatibleError, Refusal):
         raise
     except Exception as error:

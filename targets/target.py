@@ -24,10 +24,17 @@ from .cache import RaggedCache
 from .cache_and_masks import CacheLayout, runtime_key
 from .cache_slots import Nodes
 from .fingerprint import Fingerprint
-from .grow import grow, shape_config
 from .images import SEEING, ImageInputs, ImageReader, PromptImage, images_in
 from .layers import body_of, decoder_layers
-from .loading import image_reader_of, load_causal_lm, load_tokenizer_of, quantise, split_shape, target_path
+from .loading import (
+    image_reader_of,
+    load_causal_lm,
+    load_tokenizer_of,
+    quantise,
+    split_shape,
+    target_growth,
+    target_path,
+)
 from .model_folder import is_local
 from .packed_weights import PackedModel
 from .pass_memory import Footprint, measure
@@ -104,7 +111,7 @@ class Target(Backbone):
     ) -> Target:
         """Load a target from a folder, the Hub, or `"embedded"` (the model that ships with Outrider).
 
-        `PATH@SHAPE`, such as `"embedded@8b"`, is that model grown into another shape (see `targets.grow`).
+        `PATH@SHAPE`, such as `"embedded@8b"`, is that model grown into another shape (see `lab.grow`).
 
         Args:
             adapter: folder or Hub id of a PEFT adapter, which is merged into the weights, as it would be served.
@@ -127,8 +134,8 @@ class Target(Backbone):
         tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
         model = model if adapter is None else merge_adapter(model, adapter)
         device = device or best_device()
-        if (shape := split_shape(path)[1]) is not None:
-            model = grow(model, shape_config(shape), device=device)
+        if (shape := split_shape(path)[1]) is not None and (growth := target_growth()) is not None:
+            model = growth.model(model, shape, torch.device(device))
         cast(nn.Module, model).to(device).eval().requires_grad_(False)
         if quantize is not None:
             quantise(model, quantize)

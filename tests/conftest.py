@@ -31,7 +31,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.decode import Sampling
-from outrider.heads import Drafter, drafter_config
+from outrider.heads import HEADS, Drafter, drafter_config
 from outrider.targets import RaggedCache, Target
 
 TEXT = [
@@ -184,6 +184,11 @@ def drafter_in_training(target: Target, values: dict[str, Any]) -> Drafter[Any]:
     for parameter in drafter.parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape)
     return drafter
+
+
+def installed(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows of a table by drafters whose package is there: the lab's may be missing."""
+    return {name: row for name, row in table.items() if name.split()[0] in HEADS}
 
 
 ALL_TOKENS = tuple(range(64))

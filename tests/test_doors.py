@@ -108,7 +108,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "heads/mtp_checkpoint.py": "of a config that was loaded",
             "pair/comparison.py": "a tokenizer's text, read within limits; its vocabulary alone is used",
             "scripts/quickstart.py": "what ships with Outrider",
-            "scripts/vocabulary_study.py": "what was just written as JSON",
+            "lab/vocabulary_study.py": "what was just written as JSON",
             "serving/launching.py": "words of the command line",
             "targets/fingerprint.py": "of a tokenizer that was loaded",
             "targets/tokenizer_process.py": "of the child process, and what it is asked",

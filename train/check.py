@@ -170,13 +170,13 @@ def check_many_processes(recipe: Recipe, drafter_class: type[Drafter], args: Tra
             f"training.packing: under FSDP2 a {drafter_class.name} must make as many passes in every process, and "
             "packs want different numbers; leave out training.packing, or launch with --multi_gpu or ZeRO."
         )
-    drafter, sharding = recipe.drafter, recipe.target.sharding
-    prunes = drafter.get("init") == "prune"
-    needs_layers = prunes or drafter.get("type") in ("self_speculative", "uno") or recipe.joint is not None
+    sharding = recipe.target.sharding
+    prunes = recipe.drafter.get("init") == "prune"
+    needs_layers = prunes or drafter_class.needs_layers or recipe.joint is not None
     if sharding != "none" and needs_layers:
         raise BadInputError(
-            f"target.sharding is {sharding!r}, but joint training, self_speculative and uno drafters, and init prune "
-            "need the target's whole layers; leave out target.sharding, or take another drafter."
+            f"target.sharding is {sharding!r}, but joint training, {drafter_class.name} drafters or init prune need "
+            "the target's whole layers; leave out target.sharding, or take another drafter."
         )
 
 

@@ -68,7 +68,7 @@ NAMES: list[Callable[[str], list[str]]] = [
     lambda text: ["plan", "eagle.yaml", f"{text}=1"],
     lambda text: ["pair", "pull", text, "pulled", "--registry", "registry"],
     lambda text: ["pair", "log", "--registry", text],
-    lambda text: ["watch", f"http://u:{SECRET}@127.0.0.1:9/{text}", "--once"],
+    lambda text: ["lab", "watch", f"http://u:{SECRET}@127.0.0.1:9/{text}", "--once"],
     lambda text: ["served", "pair-eagle", "--url", f"http://127.0.0.1:9/?key={SECRET}&{text}"],
     lambda text: ["distill", "eagle.yaml", "output=new", f"data.servers=['http://u:{SECRET}@h/{text}']"],
     lambda text: ["train", f"{text}.yaml"],

@@ -31,8 +31,6 @@ from outrider.heads import (
     Eagle3,
     Eagle3Config,
     Fusion,
-    Lookahead,
-    LookaheadConfig,
     Ngram,
     NgramConfig,
     Suffix,
@@ -41,7 +39,7 @@ from outrider.heads import (
 from outrider.heads.eagle import FeatureSession
 from outrider.targets import RowLengths, Target
 
-from ..conftest import few
+from ..conftest import few, installed
 from .conftest import random_model, random_prompts, scaled
 
 VOCAB = 64
@@ -256,7 +254,7 @@ def test_texts_longer_than_a_window(target):
 TREES_TOO = ("chain", "static tree", "dynamic tree")
 ON_META = [(name, *case) for name in ("draft_model", "eagle3") for case in CASES]
 ON_META += [(name, plan, "sampled") for name in ("medusa", "hydra") for plan in (*TREES_TOO, "coupled")]
-ON_META += [(name, plan, "greedy") for name in ("self_speculative", "uno") for plan in TREES_TOO]
+ON_META += [(name, plan, "greedy") for name in installed({"self_speculative": 1, "uno": 1}) for plan in TREES_TOO]
 
 
 @pytest.mark.parametrize(("name", "plan", "sampling"), ON_META)
@@ -392,8 +390,9 @@ OF_TEXT = {
     "ngram": lambda: Ngram(NgramConfig(min_match=1)),
     "suffix": lambda: Suffix(SuffixConfig(max_match=3, tree_depth=5)),
     "suffix tree": lambda: Suffix(SuffixConfig(width=2)),
-    "lookahead": lambda: Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2)),
+    "lookahead": lambda: HEADS["lookahead"](HEADS["lookahead"].config_class(window=3, ngram=3, guesses=2)),
 }
+OF_TEXT = installed(OF_TEXT)
 
 
 def fusion(target: Target, model: str = "eagle3") -> Drafter:

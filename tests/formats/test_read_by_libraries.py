@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGUFReader
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,7 +18,6 @@ from outrider.formats import export_drafter
 from outrider.formats.draft_models import read_gguf, write_gguf
 from outrider.heads import Drafter, Eagle3, PEagle, TargetBatch
 from outrider.heads.parallel.parallel_drafts import Rollouts
-from outrider.heads.parallel.uno import linear_layers
 from outrider.targets import RowLengths, Target
 
 from ..conftest import place_of
@@ -46,26 +43,6 @@ def test_generate_leaves_early_as_an_exported_target_says(target, export):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert (model.generation_config.assistant_early_exit, model.generation_config.num_assistant_tokens) == (2, 3)
     assert torch.equal(model.generate(PROMPT, **OPTIONS), target.model.generate(PROMPT, **OPTIONS))
-
-
-@torch.inference_mode()
-def test_peft_reads_a_lora_for_noise_as_it_drafts(target, make_drafter, tmp_path):
-    """After a text that the target itself has read."""
-    drafter, text, noise = (
-        make_drafter("uno", rank=4, alpha=4.0),
-        torch.tensor([[5, 9, 31]]),
-        torch.tensor([[4, 8, 15]]),
-    )
-    folder = export_drafter(drafter, target, "peft", tmp_path / "peft", 3).folder
-    model = copy.deepcopy(target.model)
-    known = model(text, use_cache=True).past_key_values
-    changed = PeftModel.from_pretrained(model, str(folder))(noise, past_key_values=known).logits
-    cache = target.new_cache(1, 6)
-    target.forward(text, cache)
-    with drafter.drafting(linear_layers(target), 1):
-        own = target.forward(noise, cache, offset=3).logits
-    torch.testing.assert_close(own, changed, rtol=1e-4, atol=1e-4)
-    assert float((own - target.forward(noise, cache, offset=3).logits).abs().max()) > 0.1
 
 
 def test_a_gguf_file_holds_the_targets_tokenizer(target, export):

@@ -14,7 +14,6 @@ from outrider.decode.drafting import ChainDraft, DraftSampler, SamplerConfig
 from outrider.decode.rule_table import RULES
 from outrider.decode.sampling import Keys, Processors
 from outrider.heads import (
-    Cascade,
     Drafter,
     DraftModel,
     Fusion,
@@ -28,6 +27,7 @@ from outrider.heads import (
 )
 from outrider.targets import RowLengths, Target
 
+from ..conftest import installed
 from .conftest import VOCAB, best, opened, proposed, ragged
 from .test_drafters import MAKERS
 
@@ -215,7 +215,7 @@ def test_above_temperature_0_the_model_proposes_its_most_probable_tokens(target)
 
 
 @pytest.mark.parametrize(
-    ("kind", "own"), [("fusion", {}), ("cascade", {"vertical": True, "model_depth": 3})], ids=["fusion", "cascade"]
+    ("kind", "own"), installed({"fusion": {}, "cascade": {"vertical": True, "model_depth": 3}}).items()
 )
 def test_two_drafters_are_made_from_a_folder_and_saved_with_their_model(target, tiny_llama, tmp_path, kind, own):
     DraftModel(tiny_llama(layers=2, seed=1)).save(tmp_path / "model")
@@ -256,6 +256,5 @@ def test_models_that_are_none_or_of_another_target_are_refused(target, tiny_llam
     with pytest.raises(BadInputError, match="no drafter at"):
         Fusion.build(FusionConfig(model=str(tmp_path)), target)
     model = DraftModel(tiny_llama(layers=1, vocab=32))
-    for drafter in (Fusion(Suffix(), model), Cascade(Ngram(), model)):
-        with pytest.raises(IncompatibleError, match="vocabulary has 32 entries, the target's 64"):
-            Decoder(target, drafter)
+    with pytest.raises(IncompatibleError, match="vocabulary has 32 entries, the target's 64"):
+        Decoder(target, Fusion(Suffix(), model))

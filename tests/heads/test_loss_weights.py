@@ -15,7 +15,7 @@ from outrider.heads.parallel.parallel_drafts import RolledDrafts, Rollouts, Serv
 from outrider.targets import Target
 from outrider.targets.sequence_packing import Documents
 
-from ..conftest import drafter_in_training
+from ..conftest import drafter_in_training, installed
 from .conftest import batch as all_of
 from .conftest import sequences
 
@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "uno": {"type": "uno", "steps": 3, "keep_ratio": 1.0},
     "pard": {"type": "pard", "model": {"num_hidden_layers": 1}, "steps": 3, "keep_ratio": 1.0, "mask_token_id": 63},
 }
+KINDS = installed(KINDS)
 
 # Two rows of ten tokens, the last seven of which were answered. Of the first, rounds emitted 3, 1 and 2 tokens; of the
 # second nobody knows.

@@ -197,7 +197,7 @@ def test_forms_are_signed_with_the_pairs_own_key_and_altered_ones_are_found(make
     """A pair that nobody signed has no key, and another key is not the pair's."""
 
     def report(*arguments: object) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+        result = CliRunner().invoke(app, ["lab", "report", *map(str, arguments)])
         return result.exit_code, " ".join(result.output.split())
 
     pair = make_pair("ngram", report_folder=report_folder)
@@ -222,5 +222,5 @@ def test_forms_are_signed_with_the_pairs_own_key_and_altered_ones_are_found(make
 def test_rates_of_drafts_that_stopped_by_themselves_are_not_replayed(make_pair, report_folder):
     """n-grams draft nothing where nothing matches; rates by depth would be of a drafter that always drafts."""
     pair = make_pair("ngram", report_folder=report_folder)
-    result = CliRunner().invoke(app, ["replay", str(pair.folder), "--to", "vllm"])
+    result = CliRunner().invoke(app, ["lab", "replay", str(pair.folder), "--to", "vllm"])
     assert (result.exit_code, "chains that end by themselves" in " ".join(result.stderr.split())) == (2, True)

@@ -114,7 +114,7 @@ def test_usage_errors_end_with_2(outrider: Command) -> None:
         assert result.exit_code == 2, (line, result.output)
 
 
-@pytest.mark.parametrize("verb", ["distill", "train", "vocab", "compare", "eval", "pair new"])
+@pytest.mark.parametrize("verb", ["distill", "train", "compare", "eval", "pair new"])
 def test_an_impossible_output_is_refused_before_any_work(
     outrider: Command, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:

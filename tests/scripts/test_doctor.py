@@ -69,7 +69,7 @@ def test_one_feature_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", [["served", "nowhere", "--url", "http://127.0.0.1:1"], ["watch", "http://127.0.0.1:1"]]
+    "verb", [["served", "nowhere", "--url", "http://127.0.0.1:1"], ["lab", "watch", "http://127.0.0.1:1"]]
 )
 def test_a_verb_without_its_extra_names_it(monkeypatch: pytest.MonkeyPatch, verb: list[str]) -> None:
     monkeypatch.setitem(EXTRAS, "serving", Extra("served", ("a_client_that_does_not_exist",)))

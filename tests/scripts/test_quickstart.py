@@ -25,11 +25,11 @@ from outrider.eval.suites import load_suites
 from outrider.eval.tuning_record import BatchTuning, Candidate, CostRecord
 from outrider.formats import LAYOUTS
 from outrider.heads.eagle import Eagle1, Eagle1Config
+from outrider.lab.quickstart_grown import GrownMeasurement, best_plans, fitting_shape, shortest_first
 from outrider.pair import Pair
 from outrider.recipes import EvalSpec
 from outrider.scripts import quickstart, quickstart_grown
 from outrider.scripts.quickstart import QuickstartBudget, QuickstartSizes, expected_seconds, tell
-from outrider.scripts.quickstart_grown import GrownMeasurement, best_plans, fitting_shape, shortest_first
 from outrider.targets import Target, embedded_path, grow
 
 TRAINED: dict[str, Any] = {"prompts": 8, "least_prompts": 8, "refresh_share": 0.75, "new_tokens": 8}

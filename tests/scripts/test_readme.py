@@ -18,10 +18,10 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from outrider.heads import HEADS, Ngram, drafter_config
+from outrider.lab.grow import SHAPES
 from outrider.pair import Pair, new_pair
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.targets import Target
-from outrider.targets.grow import SHAPES
 from outrider.train.arguments import check_training
 
 from .conftest import Command, all_verbs, verb_of

@@ -52,7 +52,7 @@ def test_what_reads_no_model_imports_no_torch(tmp_path: Path, target_folder: Pat
     """Every verb's help, what is refused at once, and the verbs about recipes and configs."""
     none = str(tmp_path / "nope")
     refused: list[list[object]] = [
-        *([verb, none] for verb in ("distill", "train", "eval", "plan", "vocab", "tune", "compare")),
+        *([verb, none] for verb in ("distill", "train", "eval", "plan", "tune", "compare")),
         *([verb, "embedded-eagle3", f"target.path={none}"] for verb in ("distill", "train", "eval", "plan", "compare")),
         *([*verb, none] for verb in (["data", "check"], ["data", "show"], ["pair", "new", tmp_path / "p"])),
         *([verb, none, "--target", "x"] for verb in ("probe",)),
@@ -60,7 +60,7 @@ def test_what_reads_no_model_imports_no_torch(tmp_path: Path, target_folder: Pat
         ["generate", none, "text"],
         ["export", none, "--to", "vllm"],
         ["served", none, "--url", "http://127.0.0.1:9"],
-        ["watch", "http://127.0.0.1:9", "--once", "--state", tmp_path / "watch.json"],
+        ["lab", "watch", "http://127.0.0.1:9", "--once", "--state", tmp_path / "watch.json"],
         ["recipe", "--explain", "eval.repeat"],
     ]
     done: list[list[object]] = [

@@ -24,16 +24,16 @@ from outrider.common import BadInputError
 from outrider.distill import distill
 from outrider.eval.suites import load_suites
 from outrider.heads import load_drafter
+from outrider.lab.changepoint import WatchLimits
+from outrider.lab.watching import EngineWatch, WatchEvent, WatchState
 from outrider.pair import Pair, export_pair, new_pair
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
-from outrider.serving.changepoint import WatchLimits
 from outrider.serving.diagnosis import TOLERANCE
 from outrider.serving.engine import Engine
 from outrider.serving.engine_measurement import ServedSession, Start
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Trial, expect
-from outrider.serving.watching import EngineWatch, WatchEvent, WatchState
 from outrider.targets import Target, embedded_path
 from outrider.train import train
 
@@ -257,7 +257,7 @@ def test_a_restart_is_noticed_and_raises_no_alarm(session, environment, tmp_path
                 engine.complete(tokens, 48)
                 seen += watch.look(engine.counters())
             for _ in range(2):
-                looked = CliRunner().invoke(app, ["watch", engine.url, "--once", "--state", str(state)])
+                looked = CliRunner().invoke(app, ["lab", "watch", engine.url, "--once", "--state", str(state)])
                 assert looked.exit_code == 0, looked.output
     kinds = [event.kind for event in seen]
     assert kinds.count("restart") == 1

@@ -44,10 +44,10 @@ def generated(target: Target, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("like", GROWN)
 def test_transformers_vllm_and_llama_cpp_write_the_small_models_text(like, tmp_path):
-    """Greedily and in float32, from the folder that `outrider grow` writes, token for token."""
+    """Greedily and in float32, from the folder that `outrider lab grow` writes, token for token."""
     python, program = place_of("OUTRIDER_VLLM_PYTHON", "a vLLM"), place_of("OUTRIDER_LLAMA_SERVER", "a llama-server")
     folder, file = tmp_path / "grown", tmp_path / "grown.gguf"
-    words = ["grow", "embedded", "--like", like, "--out", str(folder), "--dtype", "float32", *GROWN[like]]
+    words = ["lab", "grow", "embedded", "--like", like, "--out", str(folder), "--dtype", "float32", *GROWN[like]]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     small = Target.load("embedded", dtype="float32", device="cpu")

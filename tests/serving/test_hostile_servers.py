@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from outrider.common import BadInputError, http_client, runtime
 from outrider.common.http_client import AnswerLimits, ask
 from outrider.common.values import printable_urls
+from outrider.lab.watching import WatchEvent, post
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
 from outrider.serving import engine
 from outrider.serving.engine import Engine, read_counters, read_metrics
-from outrider.serving.watching import WatchEvent, post
 
 from .hostile_server import ANSWERS, VLLM, Answer, Hostile, plain
 from .small_engine import TOKENS
@@ -58,7 +58,7 @@ def test_a_server_that_answers_as_it_should_is_understood(hostile: Hostile) -> N
 
 def test_the_verbs_end_with_exit_code_2_and_the_first_bytes(hostile: Hostile, tmp_path: Path) -> None:
     hostile.answers["/metrics"] = plain(b"\x1b[31mnonsense 1 2 3", "text/plain")
-    found = CliRunner().invoke(app, ["watch", hostile.url, "--once", "--state", str(tmp_path / "s.json")])
+    found = CliRunner().invoke(app, ["lab", "watch", hostile.url, "--once", "--state", str(tmp_path / "s.json")])
     assert (found.exit_code, "nonsense" in found.output, "\x1b[31m" in found.output) == (2, True, False)
 
 
@@ -67,7 +67,7 @@ def test_no_key_follows_a_redirect(hostile: Hostile, tmp_path: Path) -> None:
     location = f"{other.url.replace('127.0.0.1', 'u:s3cret@localhost')}/metrics?token=s3cret"
     for path in hostile.answers:
         hostile.answers[path] = f"HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode()
-    words = ["watch", hostile.url, "--once", "--state", str(tmp_path / "s.json"), "--key", "k3y"]
+    words = ["lab", "watch", hostile.url, "--once", "--state", str(tmp_path / "s.json"), "--key", "k3y"]
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 2
     assert "redirects to" in found.output
@@ -143,7 +143,7 @@ def test_no_secret_of_a_url_is_printed_or_stored(url: str, tmp_path: Path) -> No
     assert printable_urls("see http://h/v1;token=s3cret now") == "see http://h/v1 now"
     state = tmp_path / "s.json"
     other = (["pair", "log", "--registry", url], ["plan", "embedded-eagle3", f"target.path={url}"])
-    for words in (["watch", url, "--once", "--state", str(state)], ["served", "x", "--url", url], *other):
+    for words in (["lab", "watch", url, "--once", "--state", str(state)], ["served", "x", "--url", url], *other):
         found = CliRunner().invoke(app, words)
         assert found.exit_code == 2
         assert "s3cret" not in found.output
@@ -180,7 +180,7 @@ def test_settings_of_the_environment_that_cannot_be_used_are_one_sentence(
 
 def test_without_the_extra_the_verbs_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "find_spec", lambda name: None)
-    for words in (["watch", "http://127.0.0.1:9", "--once"], ["served", "x", "--url", "http://127.0.0.1:9"]):
+    for words in (["lab", "watch", "http://127.0.0.1:9", "--once"], ["served", "x", "--url", "http://127.0.0.1:9"]):
         found = CliRunner().invoke(app, words)
         assert (found.exit_code, "outrider[serving]" in found.output) == (2, True)
 

@@ -39,7 +39,7 @@ from outrider.train.data import (
 )
 from outrider.train.resource_estimate import plan
 
-from ..conftest import drafter_in_training
+from ..conftest import drafter_in_training, installed
 from .conftest import (
     MakeRecipe,
     drafters_are_close,
@@ -159,6 +159,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "self_speculative": {"type": "self_speculative", "exit_layer": 2},
     "uno": {"type": "uno", "steps": 4, "loss": "forward_kl"},
 }
+KINDS = installed(KINDS)
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,6 @@ def test_states_on_disk_are_those_of_their_pictures(place: Path, answered: Path,
     [
         ({"data": {"learn_prompts": True}}, "data.learn_prompts: this works with text alone"),
         ({"drafter": {"type": "medusa"}, "joint": JOINT}, "joint: this works with text alone"),
-        ({"drafter": {"type": "uno", "rank": 2}}, "drafter.type: uno: this works with text alone"),
     ],
 )
 def test_a_training_that_reads_text_alone_is_refused(

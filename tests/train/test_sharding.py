@@ -67,7 +67,7 @@ def test_each_process_holds_half_of_every_layer_and_passes_are_bit_for_bit_those
 PRUNED = {"type": "draft_model", "init": "prune", "model": {"num_hidden_layers": 1}}
 
 
-@pytest.mark.parametrize("drafter", [PRUNED, {"type": "self_speculative", "exit_layer": 2}, {"type": "uno"}], ids=str)
+@pytest.mark.parametrize("drafter", [PRUNED, {"type": "self_speculative", "exit_layer": 2}], ids=str)
 def test_what_needs_the_layers_themselves_is_refused(sharded, drafter):
     recipe = sharded("no").model_copy(update={"drafter": drafter})
     with pytest.raises(BadInputError, match=r"target.sharding is 'fsdp2', but .* whole layers"):

@@ -25,7 +25,7 @@ from openai import AsyncOpenAI
 from outrider.common.machine import cpu_name
 from outrider.decode import Costs
 from outrider.common.runtime import versions
-from outrider.eval.load_simulation import RequestMix, RequestRecord, Traffic, simulate
+from outrider.lab.load_simulation import RequestMix, RequestRecord, Traffic, simulate
 from outrider.eval.suites import load_suites
 from outrider.serving.launching import VllmLaunch, running
 from outrider.targets.tokenizer_process import open_tokenizer

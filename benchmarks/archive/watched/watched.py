@@ -20,13 +20,13 @@ from typing import Any
 
 from outrider.eval.suites import load_suites
 from outrider.pair import Pair
-from outrider.serving.changepoint import WatchLimits
+from outrider.lab.changepoint import WatchLimits
 from outrider.serving.engine import Ask, Engine
 from outrider.serving.events import WatchEvent
 from outrider.serving.launching import VllmLaunch, running
 from outrider.serving.reference_run import DraftCounts, Expectation, Trial
 from outrider.serving.session import ServedSession, Start, depth_of
-from outrider.serving.watching import EngineWatch, WatchState
+from outrider.lab.watching import EngineWatch, WatchState
 
 from .conditions import command, conditions, write
 

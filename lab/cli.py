@@ -1,0 +1,44 @@
+"""`outrider lab`: the verbs of the lab, registered as a group of the command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from ..scripts.help_examples import examples_by_verb
+from ..scripts.verb_group import VerbGroup
+from .capacity import capacity
+from .grow_verb import grow
+from .replay_verb import replay
+from .report_verb import report
+from .vocabulary_verb import vocab
+from .watch_verb import watch
+
+_EXAMPLES = """
+outrider lab vocab embedded-eagle3 --size 1024 --size 2048
+outrider lab capacity runs/pair-v1 --arrivals 2 --arrivals 20
+outrider lab capacity runs/pair-v1 --arrivals 20 --latency 1.5 --max-batch 64 --json
+outrider lab replay runs/pair-v1 --limit 5
+outrider lab replay runs/pair-v1 --to vllm --export runs/vllm
+outrider lab report runs/pair-v1 --to modelopt --to vllm --out runs/forms
+outrider lab report --check runs/forms/speculation_profile.json
+outrider lab report runs/pair-v1 runs/v2/pair --out runs/trend
+outrider lab grow embedded --like 0.4b --out runs/grown
+outrider lab grow path/to/target --like 8b --out runs/grown --drafter path/to/drafter num_hidden_layers=8
+outrider lab watch http://127.0.0.1:8000 --pair runs/pair-v1 --json
+outrider lab watch http://127.0.0.1:8000 --once --state watch.json
+"""
+
+lab_app = typer.Typer(no_args_is_help=True, help="Young or rare tools, and tools for authors of drafters.")
+for _verb in (capacity, grow, replay, report, vocab, watch):
+    lab_app.command()(_verb)
+
+
+def _bodies() -> dict[str, Any]:
+    from .json_bodies import BODIES
+
+    return BODIES
+
+
+VERBS = VerbGroup(lab_app, examples_by_verb(_EXAMPLES, ("lab",)), _bodies, speaking=("watch",))

@@ -1,0 +1,8 @@
+"""The export layouts of the lab's drafters, by `--to` and drafter."""
+
+from __future__ import annotations
+
+from ..formats.base_layout import ExportLayout
+from .peft_lora import PeftLora
+
+LAYOUTS: dict[str, dict[str, ExportLayout]] = {"peft": {"uno": PeftLora()}}

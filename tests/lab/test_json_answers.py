@@ -1,0 +1,35 @@
+"""The lab's verbs answer programs as their schemas say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.eval import Report
+from outrider.eval.reports.render import write_report
+from outrider.lab.json_bodies import BODIES
+
+from ..scripts.conftest import Command, succeeded
+from ..scripts.test_answers import answer
+
+
+def test_the_answers_about_a_tuned_pair(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+    taps, run, pair = "drafter.taps=[1,3,5]", tmp_path / "run", tmp_path / "pair"
+    for verb in (("train",), ("eval",), ("pair", "new", pair)):
+        succeeded(outrider(*verb, recipe_file, taps))
+    succeeded(outrider("tune", pair, "--limit", 2, "--batch", 1, "--batch", 2, "--max-new-tokens", 4))
+    load = answer("capacity", outrider("lab", "capacity", pair, "--arrivals", 2, "--requests", 20, "--json"))
+    assert [one["policy"] for one in load["loads"]] == ["plain", "fixed", "controlled"]
+    again = answer("replay", outrider("lab", "replay", pair, "--limit", 2, "--json"))
+    assert 1 <= again["tau"][1]["value"] <= 1 + len(again["rates"])
+    engine = answer("replay", outrider("lab", "replay", pair, "--to", "vllm", "--json"))
+    assert str(again["rates"]) in engine["command"]
+    reordered = Report.load(run / "report")
+    reordered.contestants.sort(key=lambda c: c.drafter != "ngram")  # as a fusion stands first that was tuned
+    other = ["--report", write_report(reordered, tmp_path / "reordered"), "--to", "vllm"]
+    assert answer("replay", outrider("lab", "replay", pair, *other, "--json"))["contestant"] == again["contestant"]
+    answer("vocab", outrider("lab", "vocab", recipe_file, taps, "--json"))
+
+
+def test_every_answer_is_shown_by_a_test() -> None:
+    source = "".join(file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("test_*.py")))
+    assert [kind for kind in BODIES if f'answer("{kind}"' not in source] == []

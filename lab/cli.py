@@ -12,6 +12,7 @@ from .capacity import capacity
 from .grow_verb import grow
 from .replay_verb import replay
 from .report_verb import report
+from .search_verb import search
 from .vocabulary_verb import vocab
 from .watch_verb import watch
 
@@ -24,6 +25,7 @@ outrider lab replay runs/pair-v1 --to vllm --export runs/vllm
 outrider lab report runs/pair-v1 --to modelopt --to vllm --out runs/forms
 outrider lab report --check runs/forms/speculation_profile.json
 outrider lab report runs/pair-v1 runs/v2/pair --out runs/trend
+outrider lab search embedded-eagle3 embedded-eagle1 --candidates 36 --budget 180
 outrider lab grow embedded --like 0.4b --out runs/grown
 outrider lab grow path/to/target --like 8b --out runs/grown --drafter path/to/drafter num_hidden_layers=8
 outrider lab watch http://127.0.0.1:8000 --pair runs/pair-v1 --json
@@ -31,7 +33,7 @@ outrider lab watch http://127.0.0.1:8000 --once --state watch.json
 """
 
 lab_app = typer.Typer(no_args_is_help=True, help="Young or rare tools, and tools for authors of drafters.")
-for _verb in (capacity, grow, replay, report, vocab, watch):
+for _verb in (capacity, grow, replay, report, search, vocab, watch):
     lab_app.command()(_verb)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..scripts.json_schemas import Body, Measured
+from ..scripts.json_schemas import Body, Measured, ReportBody
 from .load_simulation import Capacity
 from .replay import Replayed
 from .vocabulary_pruning import VocabularyReport
@@ -52,6 +52,7 @@ BODIES: dict[str, Any] = {
     "vocab": VocabularyReport,
     "capacity": Capacity,
     "replay": Replayed,
+    "search": ReportBody,
     "watch": WatchEvent,
     "report-check": ReportCheckBody,
     "report-forms": ReportFormsBody,

@@ -373,39 +373,23 @@ def compare(
     out: Annotated[
         Path, typer.Option(help="Folder of responses, trainings and report; what is finished in it is reused.")
     ] = Path("runs/compare"),
-    search: Annotated[
-        int,
-        typer.Option(
-            help="Candidates: the given recipes, and others around them, of which the best get all of the time.",
-            show_default=False,
-        ),
-    ] = 0,
-    over: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=[…]", help="What a search goes over, instead of the usual settings; repeatable."),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup,
-    parameters, with intervals. With --search, find better ones by successive halving.
+    parameters, with intervals.
     """
     changes = [word for word in recipes if "=" in word]
     loaded = [recipe_of(word, changes) for word in recipes if "=" not in word]
     require_folder(out)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
-    from ..train.search import Search
     from .json_schemas import ReportBody
 
     console = console_for(as_json)
-    if over and not search:
-        raise BadInputError("--over needs --search N, the number of candidates.")
-    found = Search.of(search, over or []) if search else None
-    report = run(loaded, budget, out, console=console, search=found)
+    report = run(loaded, budget, out, console=console)
     if not as_json:
         print_comparison(report, console)
-        best = [f"best recipe: [bold]{escape(str(out / 'best.yaml'))}[/bold]"] if found else []
-        console.print("\n".join([f"report: [bold]{escape(str(out / 'report'))}[/bold]", *best]))
+        console.print(f"report: [bold]{escape(str(out / 'report'))}[/bold]")
     finish(as_json, "compare", ReportBody.of(report, out / "report"))
 
 

@@ -26,7 +26,6 @@ outrider eval runs/pair-v1 --suite code --limit 10 --depth 6
 outrider eval runs/pair-v1 --suite path/to/question.jsonl --batch 1 --batch 8 --sampling served
 outrider eval runs/pair-v1 --target path/to/target --adapter path/to/lora
 outrider compare embedded-eagle3 embedded-eagle1 --budget 180
-outrider compare embedded-eagle3 embedded-eagle1 --search 40 --budget 180
 outrider tune runs/pair-v1 --batch 1 --batch 8
 outrider tune runs/pair-v1 --temperature 1 --dry-run
 outrider generate runs/pair-v1 "def read_lines(path):"

@@ -135,13 +135,13 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
         {
             "common/values.py": "the door",
             "recipes/schema.py": "a YAML file has 20,000 values at most",
-            "eval/replay.py": "what Outrider found",
+            "lab/replay.py": "what Outrider found",
             "scripts/json_schemas.py": "what Outrider answers",
             "scripts/json_schemas_torch.py": "what Outrider answers",
             "serving/diagnosis.py": "what Outrider found",
             "serving/engine_vs_decoder.py": "what Outrider found",
             "serving/fault_models.py": "what Outrider found",
-            "serving/watching.py": "what Outrider found",
+            "lab/watching.py": "what Outrider found",
         },
     ),
     "tables from a stranger": (

@@ -10,7 +10,7 @@ import outrider.common
 
 HOUSE = Path(outrider.common.__file__).resolve().parents[1]
 ROOMS = ("targets", "heads", "decode", "recipes", "costs", "distill", "eval", "train", "formats", "pair", "serving")
-ROOMS += ("scripts", "benchmarks")
+ROOMS += ("scripts", "lab", "benchmarks")
 
 # Libraries that write a whole folder, each called where the folder is being built, or where its user named it.
 FOLDERS = {"save_pretrained", "save_to_disk"}

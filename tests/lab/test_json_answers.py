@@ -27,6 +27,8 @@ def test_the_answers_about_a_tuned_pair(outrider: Command, recipe_file: Path, tm
     reordered.contestants.sort(key=lambda c: c.drafter != "ngram")  # as a fusion stands first that was tuned
     other = ["--report", write_report(reordered, tmp_path / "reordered"), "--to", "vllm"]
     assert answer("replay", outrider("lab", "replay", pair, *other, "--json"))["contestant"] == again["contestant"]
+    searched = ["--candidates", 2, "--budget", 0.2, "--out", tmp_path / "searched", "eval.limit=1", "--json"]
+    answer("search", outrider("lab", "search", recipe_file, taps, *searched))
     answer("vocab", outrider("lab", "vocab", recipe_file, taps, "--json"))
 
 

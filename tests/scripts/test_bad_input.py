@@ -108,7 +108,6 @@ def test_a_prompt_that_is_no_text_is_refused(
 
 def test_usage_errors_end_with_2(outrider: Command) -> None:
     lines = ("distil", "distill", "eval x --limit 0", "served x --limit 0", "gate x", "pair show x --jso")
-    lines += ("compare embedded-eagle3 --over drafter.steps=[1,2]",)  # of no search
     for line in lines:
         result = outrider(*line.split())
         assert result.exit_code == 2, (line, result.output)

@@ -20,7 +20,7 @@ from outrider.costs.timing import threads
 from outrider.recipes import load_recipe
 from outrider.targets import Target
 from outrider.train.compare import compare
-from outrider.train.search import Search
+from outrider.lab.recipe_search import Search
 from outrider.train.stopping import TimeBudget
 
 from ...report import command, conditions, options, publish, table

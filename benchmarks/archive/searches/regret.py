@@ -29,7 +29,7 @@ from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.compare import compare
-from outrider.train.search import Search, timing_key
+from outrider.lab.recipe_search import Search, timing_key
 from outrider.train.stopping import TimeBudget
 
 from ...report import command, conditions, options, publish, table

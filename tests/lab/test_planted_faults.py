@@ -19,7 +19,7 @@ from outrider.serving.engine_vs_decoder import Replies, Reply, compare
 from outrider.serving.reference_run import DraftCounts, Expectation, ServedAnswer, ServedPrompt
 
 RECORDED: dict[str, dict[str, Any]] = {
-    name: json.loads((Path(__file__).parent / "recorded" / f"{name}.json").read_text())
+    name: json.loads((Path(__file__).parents[1] / "serving" / "recorded" / f"{name}.json").read_text())
     for name in ("faults", "sabotages")
 }
 TEXT = list(range(48))  # all texts were ours, but for those that are recorded as parted

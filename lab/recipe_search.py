@@ -5,6 +5,13 @@ the whole time. The given recipes are among these: a short training flatters wha
 is no slower than what was given. Each training begins anew: the schedule of its learning rate ends with its time.
 Rounds are timed once for all candidates that draft alike, so that chance in a timing decides nothing among them (after
 an interruption anew).
+
+Beside what a comparison (`train.compare`) leaves in its folder there is:
+
+<folder>/search/<recipe>/<seconds>/   each shorter training
+<folder>/search.json                  what was drawn, and predicted to reach after these
+<folder>/search.svg                   the same, and what the last of all were measured to reach
+<folder>/best.yaml                    the recipe that was measured to be the fastest
 """
 
 from __future__ import annotations
@@ -15,22 +22,39 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import count, product
 from pathlib import Path
 from typing import Any, Self
 
-from ..common import BadInputError
+import torch
+from rich.console import Console
+
+from ..common import BadInputError, OutriderError
+from ..common.atomic import clear_away, write_atomically
 from ..common.digests import read_sealed, write_json
+from ..common.errors import NotFiniteError
+from ..common.locks import locked
+from ..eval import Report
+from ..eval.acceptance import DEEPEST
+from ..eval.reports import plots
+from ..eval.tuner import ChainTimes, best_chain
+from ..heads import load_drafter
 from ..heads.registry import drafter_config, is_warm, with_defaults
 from ..recipes import Recipe, override
-from .arguments import check_training
-from .drafter_init import FREE
+from ..targets import Target
+from ..train.arguments import check_training
+from ..train.check import check
+from ..train.compare import Comparison, check_comparison, placed
+from ..train.drafter_init import FREE, check_makes
 
+SCORES = "search.json"
 REDUCTION = 3  # of the candidates one in so many goes on, for so many times as long
 FINALISTS = 3  # that are trained for the whole time, at most; one more than are given, where that is more
 EARLY = 0.3  # of the whole time; shorter trainings differ by so much that fewer prompts tell them apart
 _FACTORS = {"training.learning_rate": (1 / 3, 3.0), "drafter.draft_vocab_size": (0.5, 2.0)}  # of a recipe's own value
 _VALUES = {"drafter.num_layers": (1, 2), "drafter.steps": (1, 2, 4), "drafter.loss": ("soft_ce", "lk_hybrid")}
+_BY_HELD_OUT = ("load_best_model_at_end", "metric_for_best_model")  # of `training`, where no rows are held out
 _OWN = object()  # stands for the recipe's own value
 _log = logging.getLogger(__name__)
 
@@ -219,3 +243,131 @@ def _changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
         if value is not _OWN:
             values[section][name] = value
     return Recipe.from_dict(values, recipe.name)
+
+
+def search(
+    recipes: Sequence[Recipe],
+    seconds: float,
+    folder: str | Path,
+    asked: Search,
+    target: Target | None = None,
+    console: Console | None = None,
+) -> Report:
+    """Draw recipes around the given ones, train the best for `seconds`, and measure these as a comparison does.
+
+    Raises BadInputError as `train.compare.compare` does, or if nothing can be drawn.
+    """
+    place = check_comparison(recipes, seconds, folder)
+    if any(recipe.name == "search" for recipe in recipes):
+        raise BadInputError("the folder has a 'search' of its own; give the recipe another name.")
+    if any(recipe.data.features == "cached" for recipe in recipes):
+        raise BadInputError(
+            "data.features: cached would be stored for every candidate of a search; take data.features=online."
+        )
+    with locked(place):
+        comparison = Comparison.begin(recipes, seconds, place, target, console)
+        problem = partial(_problem, place=place, seconds=seconds, target=comparison.target)
+        candidates = [placed(recipe, place) for recipe in asked.draw(recipes, problem)]
+        kept_scores(place / SCORES, candidates, seconds)
+        comparison.answer()
+        finalists = _finalists(asked, comparison, candidates)
+        report = comparison.measure(finalists)
+        _write_best(comparison, finalists, report, len(candidates))
+        return report
+
+
+def _finalists(asked: Search, comparison: Comparison, candidates: Sequence[Recipe]) -> list[Recipe]:
+    """Return the candidates that were trained for all of the time, each at its best depth."""
+    scoring, seconds, given = _Scoring(comparison), comparison.seconds, len(comparison.asked)
+    # First what was given: if that cannot be trained, the search ends at once.
+    ends = {recipe.name: scoring.trained(recipe, seconds) for recipe in candidates[:given]}
+    left = asked.halve(candidates, seconds, scoring, comparison.place / SCORES, given)
+    ends |= {recipe.name: scoring.trained(recipe, seconds) for recipe in left[given:]}
+    return [at_depth(recipe, ends[recipe.name].depth) for recipe in left if ends[recipe.name].speedup]
+
+
+def _write_best(comparison: Comparison, finalists: Sequence[Recipe], report: Report, num_candidates: int) -> None:
+    """Write best.yaml and search.svg."""
+    place, seconds = comparison.place, comparison.seconds
+    best = max(finalists, key=lambda recipe: report.headline(recipe.name).speedup.value)
+    data = best.data.model_copy(update={"responses": comparison.asked[0].data.responses})
+    kept = best.model_copy(update={"data": data, "output": "runs/{name}"})
+    write_atomically(place / "best.yaml", _why(best, report, num_candidates, seconds) + kept.to_yaml())
+    lines = scored(place / SCORES)
+    for recipe in finalists:
+        lines.setdefault(recipe.name, []).append((seconds, report.headline(recipe.name).speedup.value))
+    write_atomically(place / "search.svg", plots.standalone(plots.over_training(lines, best.name)))
+
+
+def _why(recipe: Recipe, report: Report, candidates: int, seconds: float) -> str:
+    """Return the comment above the recipe that won."""
+    figures = report.headline(recipe.name)
+    assert figures.tau is not None
+    return (
+        f"# The fastest of {candidates} candidates: {figures.speedup.text(unit='×')} of the plain target, τ "
+        f"{figures.tau.text()}, after {seconds:g} seconds of training.\n"
+        "# search.json beside it has the others, and report/ the conditions.\n"
+    )
+
+
+def _problem(recipe: Recipe, place: Path, seconds: float, target: Target) -> str:
+    """Return why a recipe cannot be trained for the target: a draft vocabulary may be too large, say. "" if it can."""
+    try:
+        check(recipe.model_copy(update={"output": str(place / recipe.name)}), seconds=seconds)
+        check_makes(recipe, target)
+    except (OutriderError, torch.OutOfMemoryError) as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """Scores of the candidates of a search, of which the last ones are trained for all of the comparison's time.
+
+    A score costs little: no rows are held out, the learning rate warms up for the same share of the time, a training of
+    less than `EARLY` is measured on fewer prompts in chains that are not so deep, and `times` of rounds serve all that
+    draft with the same settings.
+    """
+
+    comparison: Comparison
+    times: dict[str, ChainTimes] = field(default_factory=dict)
+
+    def __call__(self, recipe: Recipe, seconds: float) -> Score:
+        """Return what a candidate reaches after so many seconds of training."""
+        output, share = (
+            recipe.output_folder.parent / "search" / recipe.name / f"{seconds:g}",
+            seconds / self.comparison.seconds,
+        )
+        data, training = recipe.data.model_copy(update={"holdout": 0.0}), check_training(recipe.training)
+        training = {name: value for name, value in training.items() if name not in _BY_HELD_OUT}
+        if (warming := training.get("warmup_steps", 0)) > 1:  # below, it is a share
+            training |= {"warmup_steps": math.ceil(warming * share)}
+        told = recipe.eval.model_copy(update={"training_prompts": 0, "patience": None})
+        changed = {"output": str(output), "data": data, "training": training, "eval": told}
+        recipe = recipe.model_copy(update=changed)
+        score = self.trained(recipe, seconds)
+        clear_away(output / "checkpoints")
+        return score
+
+    def trained(self, recipe: Recipe, seconds: float) -> Score:
+        """Train a candidate, and return what it is predicted to reach: a speedup of 0 where what was drawn diverges, or
+        does not fit into memory."""
+        try:
+            self.comparison.train(recipe, seconds)
+            return self._score(recipe, seconds / self.comparison.seconds)
+        except (NotFiniteError, torch.OutOfMemoryError) as error:
+            if recipe.name in {given.name for given in self.comparison.asked}:
+                raise
+            _log.warning("search: %s is left out: %s", recipe.name, error)
+            return Score(1, 1.0, 0.0)
+
+    def _score(self, recipe: Recipe, share: float) -> Score:
+        drafter = load_drafter(recipe.output_folder / "drafter", self.comparison.target)
+        settings = timing_key(recipe, drafter.max_depth)
+        prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in self.comparison.suites)
+        limit, most = (math.ceil(prompts / 3), DEEPEST // 2) if share < EARLY else (prompts, DEEPEST)
+        asked, known = recipe.eval.model_copy(update={"limit": limit}), self.times.get(settings)
+        chain, plain, self.times[settings] = best_chain(
+            self.comparison.target, drafter, self.comparison.suites, asked, known, most
+        )
+        return Score(chain.plan.depth, round(chain.tau, 4), round(chain.predicted / plain.predicted, 4))

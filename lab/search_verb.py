@@ -1,0 +1,52 @@
+"""`outrider lab search`: better recipes around the given ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ..common.atomic import require_folder
+from ..scripts.options import AsJson, recipe_of
+from ..scripts.output import console_for, finish
+
+
+def search(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE... [KEY=VALUE]...", help="Recipes of one target and the same data; changes are for all."
+        ),
+    ],
+    candidates: Annotated[
+        int,
+        typer.Option(min=2, help="The given recipes, and others drawn around them; the best get all of the time."),
+    ] = 36,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=[…]", help="What is tried, instead of values around each recipe; repeatable."),
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds of training for the best.")] = 180.0,
+    out: Annotated[
+        Path, typer.Option(help="Folder of responses, trainings and report; what is finished in it is reused.")
+    ] = Path("runs/search"),
+    as_json: AsJson = False,
+) -> None:
+    """Find a faster recipe by successive halving, and measure the best of all in one run."""
+    changes = [word for word in recipes if "=" in word]
+    loaded = [recipe_of(word, changes) for word in recipes if "=" not in word]
+    require_folder(out)
+    from ..eval.reports.render import print_comparison
+    from ..scripts.json_schemas import ReportBody
+    from .recipe_search import Search
+    from .recipe_search import search as run
+
+    console = console_for(as_json)
+    report = run(loaded, budget, out, Search.of(candidates, over or []), console=console)
+    if not as_json:
+        print_comparison(report, console)
+        console.print(f"report: [bold]{escape(str(out / 'report'))}[/bold]")
+        console.print(f"best recipe: [bold]{escape(str(out / 'best.yaml'))}[/bold]")
+    finish(as_json, "search", ReportBody.of(report, out / "report"))

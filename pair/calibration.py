@@ -33,6 +33,7 @@ from ..targets import Target
 from .manifest import ProbeBaseline, PromptMeasure
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 32, 64
+PROBED = ("alpha_d1", "top1_d1", "tau")  # metrics of a drafter's loss
 _AT_ONCE = 32  # prompts decoded in one batch
 
 
@@ -140,7 +141,12 @@ def _analytic(target: Target, drafter: Drafter, prompt: Sequence[int], response:
     supervised = torch.arange(tokens.shape[1], device=target.device)[None] >= len(prompt)
     out = target.forward(tokens, taps=drafter.taps, logits=False)
     metrics = drafter.loss(TargetBatch(target, tokens, supervised, out.hidden, out.last)).metrics
-    alpha, top1, tau = ([round(float(part), 6) for part in metrics[name]] for name in ("alpha_d1", "top1_d1", "tau"))
+    if missing := [name for name in PROBED if name not in metrics]:
+        raise BadInputError(
+            f"the loss of a {drafter.name} drafter reports no {', '.join(missing)}, which probes compare; a drafter's "
+            f"loss must report {', '.join(PROBED)} (heads.losses.acceptance_metrics has them)."
+        )
+    alpha, top1, tau = ([round(float(part), 6) for part in metrics[name]] for name in PROBED)
     figures = {"alpha": alpha[0], "top1": top1[0], "positions": int(top1[1])}
     return figures | {"analytic_tau": tau[0], "chains": int(tau[1])}
 

@@ -77,8 +77,8 @@ class DrafterLoss:
     Attributes:
         total: differentiable sum over positions (depth weights included).
         count: number of supervised positions in the batch.
-        metrics: (sum, count) per name: `loss_d1`, `top1_d1`, `alpha_d1`, …, `tau`. A pair's probes need those of depth 1
-            and `tau`.
+        metrics: (sum, count) per name: `loss_d1`, `top1_d1`, `alpha_d1`, …, `tau`; probes of a pair need those of
+            depth 1 and `tau`.
     """
 
     total: Tensor

@@ -22,7 +22,7 @@ from ..heads import Drafter, DrafterConfig
 from ..heads.saved import CONFIG, read_config
 from ..targets import Target
 from ..targets.model_folder import refuse_pickles
-from ..targets.weights import WEIGHTS, other_shapes, stored_tensors
+from ..targets.weights import WEIGHT_TYPES, WEIGHTS, other_shapes, stored_tensors
 from .engine_logits import ProbeSequence
 
 
@@ -60,6 +60,23 @@ class DrafterFiles:
             stored_tensors(file)  # refuses a damaged file
             tensors |= load_file(file)
         return cls(config, tensors, folder)
+
+
+_MAPS = ("d2t", "t2d", "token_map")  # of a draft vocabulary; all other tensors of a head are weights
+
+
+def other_types(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return which tensors of a head are of a type that they cannot have, and that in words, by their names."""
+    plain = ", ".join(str(kind).removeprefix("torch.") for kind in WEIGHT_TYPES)
+    found = {}
+    for name, tensor in tensors.items():
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        is_map = name.rpartition(".")[2] in _MAPS
+        if is_map and is_number:
+            found[name] = f"{name} is {tensor.dtype}, and holds tokens: expected whole numbers."
+        elif not is_map and tensor.dtype not in WEIGHT_TYPES:
+            found[name] = f"{name} is {tensor.dtype}, and weights are one of {plain}."
+    return found
 
 
 def with_prefix(name: str, old: str, new: str) -> str:

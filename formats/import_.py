@@ -13,13 +13,13 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from ..common import BadInputError, OutriderError
+from ..common import BadInputError, IncompatibleError, OutriderError
 from ..heads import Drafter
 from ..heads.saved import read_config
 from ..targets import Target
 from ..targets.peft_adapters import ADAPTER_CONFIG
 from ..targets.weights import stored_tensors
-from .base_layout import ExportLayout
+from .base_layout import ExportLayout, other_types
 from .early_exit import early_exit_of
 from .engines import KNOWN, LAYOUTS
 
@@ -78,6 +78,8 @@ def import_drafter(folder: str | Path, target: Target) -> Drafter:
     layout = recognised(path)
     with nonsense_explained(path):
         files = layout.load(path)
+        for found in other_types(files.tensors).values():
+            raise IncompatibleError(f"{folder}: {found} It is quantised, or damaged: take the head in bfloat16.")
         expected = layout.shapes(files.config)  # compared before any tensors of these shapes are made
         for name in sorted(expected.keys() & files.tensors.keys()):
             if (shape := tuple(files.tensors[name].shape)) != expected[name]:

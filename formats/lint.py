@@ -19,6 +19,7 @@ from torch import Tensor
 from ..common import IncompatibleError, OutriderError
 from ..heads.block.dflash import default_taps
 from ..targets.model_folder import PICKLES
+from .base_layout import other_types
 from .blocks import CLASSES as BLOCKS
 from .blocks import TAPS as BLOCK_TAPS
 from .blocks import BlockLayout
@@ -45,11 +46,15 @@ def pickles(folder: Path) -> Findings:
         yield fault("pickle", f"{file} is a pickle.", "An engine that opens it runs whatever code it holds.")
 
 
+def types(view: CheckpointView) -> Findings:
+    """Find tensors of a type that no head's have, such as weights that were quantised."""
+    for found in other_types(view.tensors).values():
+        yield fault("dtype", found, "The engine stops, or reads quantised numbers without their scales.")
+
+
 def numbers(view: CheckpointView) -> Findings:
     """Find tensors that hold no weights: NaN, infinite, or all zero where a product would vanish."""
-    for name, tensor in view.tensors.items():
-        if not tensor.is_floating_point():
-            continue
+    for name, tensor in view.weights.items():
         if not tensor.isfinite().all():
             yield fault(
                 "not-finite", f"{name} has values that are not finite.", "Its drafts are NaN: none is accepted."
@@ -60,7 +65,7 @@ def numbers(view: CheckpointView) -> Findings:
 
 def untrained_norms(view: CheckpointView) -> Findings:
     """Find norms that training never changed."""
-    norms = [n for n, t in view.tensors.items() if t.ndim == 1 and t.is_floating_point() and n.endswith("norm.weight")]
+    norms = [n for n, t in view.weights.items() if t.ndim == 1 and n.endswith("norm.weight")]
     untouched = [n for n in norms if (view.tensors[n] == 1).all()]
     if norms and len(untouched) == len(norms):
         what = f"all {len(norms)} norms are exactly 1, as before training."
@@ -215,7 +220,7 @@ def context(view: CheckpointView) -> Findings:
 
 def embeddings(view: CheckpointView) -> Findings:
     """Find copies of embeddings that are not the target's."""
-    own = view.tensors.get(EMBEDDINGS)
+    own = view.weights.get(EMBEDDINGS)
     theirs = None if view.target is None or own is None else view.target.embeddings()
     if own is None or theirs is None:
         return
@@ -490,8 +495,8 @@ def dspark_heads(view: CheckpointView) -> Findings:
 
 
 Check = Callable[[CheckpointView], Findings]
-EVERY: tuple[Check, ...] = (numbers, untrained_norms, names_and_shapes, frequencies, changed_tensors, changed_config)
-EVERY += (depths, rotary_positions, context, embeddings)
+EVERY: tuple[Check, ...] = (types, numbers, untrained_norms, names_and_shapes, frequencies)
+EVERY += (changed_tensors, changed_config, depths, rotary_positions, context, embeddings)
 _EAGLE3: tuple[Check, ...] = (taps, norm_flags, draft_vocabulary, tied_embeddings)
 _BLOCKS: tuple[Check, ...] = (taps, target_layers, mask_token, block_slots, block_architecture, flat_names)
 # By the type of our drafter, the checks beside those of every one.

@@ -22,6 +22,7 @@ from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
 from ..targets import embedded_path
 from ..targets.loading import EMBEDDED
+from ..targets.weights import WEIGHT_TYPES
 from .base_layout import DrafterFiles, ExportLayout
 
 RECORD = "written.json"
@@ -90,6 +91,11 @@ class CheckpointView:
     @property
     def tensors(self) -> dict[str, Tensor]:
         return self.files.tensors
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors of a type that weights have."""
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.dtype in WEIGHT_TYPES}
 
     @classmethod
     def at(cls, folder: Path, layout: ExportLayout, target: str | None) -> CheckpointView:

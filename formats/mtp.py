@@ -25,10 +25,11 @@ from ..common.atomic import replacing
 from ..common.locks import scratch_folder
 from ..common.terminal import print_to_stderr
 from ..heads.mtp import Mtp, MtpConfig
-from ..heads.mtp_checkpoint import KEPT, LAYER, Checkpoint, folder_of, places_in, plain_body
+from ..heads.mtp_checkpoint import LAYER, Checkpoint, folder_of, places_in, plain_body
 from ..heads.registry import load_drafter
 from ..targets import Target
 from ..targets.model_folder import SINGLE
+from ..targets.weights import WEIGHT_TYPES
 from .base_layout import DrafterFiles, ExportLayout, Unsupported, pruned_lacking
 from .engine_logits import ProbeSequence, session_logits
 
@@ -147,7 +148,7 @@ def _unstacked(values: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
 
 
 def _like(name: str, tensor: Tensor, original: Tensor) -> Tensor:
-    if original.dtype not in KEPT or tensor.shape != original.shape:
+    if original.dtype not in WEIGHT_TYPES or tensor.shape != original.shape:
         raise IncompatibleError(
             f"mtp: {name} is {tuple(original.shape)} of {original.dtype} in the checkpoint, the drafter's "
             f"{tuple(tensor.shape)}; it must be that of the same model, unquantised."

@@ -28,6 +28,7 @@ from ..common.atomic import clear_away, replacing, write_atomically
 from ..common.digests import LIST
 from ..targets import Target
 from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..targets.weights import WEIGHT_TYPES
 from .base import Drafter, DrafterLoss, TargetBatch
 from .registry import restore_drafter
 from .saved import CONFIG, DrafterConfig, read_config
@@ -174,8 +175,10 @@ class LowRank(Drafter[LowRankConfig]):
             raise BadInputError(f"{file}: damaged or not a safetensors file ({error}). Copy it again.") from error
         own = self._in_peft()
         wrong = sorted(own.keys() ^ stored.keys()) or sorted(n for n in own if own[n].shape != stored[n].shape)
+        wrong += sorted(name for name, tensor in stored.items() if tensor.dtype not in WEIGHT_TYPES)
         if wrong:
-            raise IncompatibleError(f"{file} does not fit its base drafter: {wrong[0]} is missing or of another shape.")
+            what = f"{wrong[0]} is missing, or of another shape or type"
+            raise IncompatibleError(f"{file} does not fit its base drafter: {what}.")
         for name, weight in own.items():
             weight.copy_(stored[name])
 

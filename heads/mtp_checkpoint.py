@@ -33,9 +33,8 @@ from ..common.errors import LIBRARY_ERRORS, reason
 from ..targets import Target, embedded_path
 from ..targets.loading import EMBEDDED
 from ..targets.model_folder import INDEX, SINGLE, plain_weight_map
-from ..targets.weights import other_shapes, stored_tensors
+from ..targets.weights import WEIGHT_TYPES, other_shapes, stored_tensors
 
-KEPT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYER = "body.layers.0."  # of a module of ours
 _ANGLES = "rotary_emb.inv_freq"  # old checkpoints hold them; they are not read
 _OWN = ("embedding_norm", "hidden_norm", "projection", "norm")  # of a module, outside its layer
@@ -120,7 +119,7 @@ class Checkpoint:
             with safe_open(self.file(file), framework="pt") as source:
                 read |= {name: source.get_tensor(name) for name in names if self.files[name] == file}
         for name, tensor in read.items():
-            if tensor.dtype not in KEPT:
+            if tensor.dtype not in WEIGHT_TYPES:
                 raise IncompatibleError(
                     f"mtp: {name} in {self.path!r} is quantised ({tensor.dtype}); modules are trained in bf16 or more. "
                     "Take the checkpoint before its quantisation."

@@ -31,6 +31,8 @@ WEIGHTS = "model.safetensors"
 MAX_HEADER = 32 * MEGABYTE
 
 _FLOATING = ("F", "BF")  # F64, F32, F16, F8_E4M3, BF16, …
+# Smaller floats are quantised: their scales lie elsewhere, and without them they are other numbers.
+WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -134,11 +136,15 @@ def restored(make: Callable[[], M], folder: Path) -> M:
         raise IncompatibleError(f"{file} does not fit its config.json: {'; '.join(problems[:4])}.")
     module = make()
     try:
-        module.load_state_dict(load_file(file))
+        weights = load_file(file)
     except (SafetensorError, OSError) as error:
         raise BadInputError(
             f"{file}: damaged or not a safetensors file ({error}). Copy it again, or take the last good checkpoint."
         ) from error
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.dtype not in WEIGHT_TYPES:
+            raise IncompatibleError(f"{file}: {name} is {tensor.dtype}: it is quantised. Take the weights in bfloat16.")
+    module.load_state_dict(weights)
     return module
 
 

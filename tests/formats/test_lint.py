@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.formats import export_drafter
+from outrider.common import IncompatibleError
+from outrider.formats import export_drafter, import_drafter
 from outrider.formats.lint import lint
 
 from .faults import FAULTS, edit_config, edit_tensors, renamed
@@ -129,3 +130,34 @@ def test_a_drafter_that_ends_before_its_target_is_unusual(export, to):
     (found,) = lint(folder)
     assert (found.check, found.is_fault) == ("context", False)
     assert "is 64, the target's" in found.found
+
+
+OTHER_TYPES = (
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OTHER_TYPES if hasattr(torch, kind)])
+@pytest.mark.parametrize("name", ["layers.0.mlp.up_proj.weight", "norm.weight", "embed_tokens.weight", "d2t"])
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_a_tensor_of_a_type_that_no_head_has_is_named_and_refused(export, deep, name, kind):
+    """It would be taken for a damaged config, or read as plain numbers without its scales."""
+    folder, dtype = export("speculators"), getattr(torch, kind)
+    if name == "d2t" and kind in ("int8", "uint8", "bool"):
+        pytest.skip("whole numbers are what it holds")
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.uint8).view(dtype) if kind.startswith("float4") else tensor.to(dtype)
+
+    edit_tensors(lambda tensors: tensors | {name: changed(tensors[name])})(folder)
+    (found,) = [finding.found for finding in lint(folder) if finding.check == "dtype"]
+    assert found.startswith(f"{name} is torch.{kind}, and ")
+    with pytest.raises(IncompatibleError, match=f"{name} is torch.{kind}, and "):
+        import_drafter(folder, deep)

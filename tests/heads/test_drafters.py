@@ -410,6 +410,18 @@ def test_a_tensor_that_does_not_belong_is_refused(saved, target, kind):
         load_drafter(saved, target)
 
 
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_a_head_with_a_quantised_tensor_is_refused(target, tiny_llama, tmp_path, kind):
+    """Its scales lie elsewhere: read as it is, it would be other numbers."""
+    folder = tmp_path / "head"
+    MAKERS["eagle3"](target, tiny_llama).save(folder)
+    weights = load_file(folder / "model.safetensors")
+    quantised = weights | {"fc.weight": weights["fc.weight"].to(getattr(torch, kind))}
+    save_file(quantised, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(IncompatibleError, match=r"fc.weight is (torch.float8|I8)"):
+        load_drafter(folder, target)
+
+
 @pytest.mark.parametrize("cut", [0, 4, 200, -1])
 def test_a_truncated_file_is_refused(saved, target, cut):
     file = saved / "model.safetensors"

@@ -46,7 +46,7 @@ from .llama import (
     require_same_rows,
     shapes_of,
 )
-from .speculators import draft_ids, taps_lacking, vocabulary_maps, written_config
+from .speculators import draft_ids, last_tap, taps_lacking, vocabulary_maps, written_config
 
 TAPS, OUTPUT = "aux_hidden_state_layer_ids", "lm_head.weight"
 B = TypeVar("B", bound=DFlash)
@@ -116,6 +116,7 @@ class BlockLayout(ExportLayout[B, C]):
         flags, layer = self.flags(values, where), self.layer(values)
         kinds = set(layer.get("layer_types") or ["full_attention"])
         problems = ["layers with a window and layers without one"] if len(kinds) > 1 else []
+        problems += last_tap(flags.taps, num_layers)
         plain = layer | {"model_type": "llama", "layer_types": None}
         settings: dict[str, Any] = {
             "taps": flags.taps,

@@ -276,7 +276,7 @@ def _counted_taps(view: CheckpointView, name: str, taps: list[int], layers: int)
     if min(taps) < least or max(taps) > layers - shift:
         engine = "The engine fails, or taps nothing there."
         yield fault("taps-range", f"{name} is {taps}, the target has {layers} layers.", engine)
-    if _is_block(view) and max(taps) == layers - shift:
+    if max(taps) == layers - shift:
         what = f"{name} is {taps}: the last layer's output ({layers} layers)."
         yield unusual("taps-last", what, "Engines give it before the target's final norm, libraries after it.")
     default = default_taps(layers, len(taps)) if _is_block(view) else (2, layers // 2, layers - 3)

@@ -109,8 +109,7 @@ class Speculators(ExportLayout[Eagle3, Eagle3Config]):
         """
         taps = values.get(TAPS) or _default_taps(num_layers)
         problems = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
-        if num_layers in taps:
-            problems.append(f"tap {num_layers}, the target's last state before its final norm")
+        problems += last_tap(taps, num_layers)
         return Eagle3Config(**read_settings(values, where, problems, taps))
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -154,7 +153,8 @@ class SpeculatorsPEagle(Speculators):
 
     def settings(self, values: dict[str, Any], where: str, num_layers: int = 0) -> PEagleConfig:
         require_fields(values, (MASK, TAPS), where)
-        return PEagleConfig(**read_settings(values, where, []), mask_token_id=int(values[MASK]))
+        settings = read_settings(values, where, last_tap(values[TAPS], num_layers))
+        return PEagleConfig(**settings, mask_token_id=int(values[MASK]))
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         settings = self.settings(config, "config.json")
@@ -172,6 +172,16 @@ def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Unsupported]:
         why = f"engines give the state {num_layers} before the target's final norm, and it was trained on that after it"
         lacks.append(Unsupported(setting, why, f"taps: {before}"))
     return lacks
+
+
+def last_tap(taps: Sequence[int], num_layers: int) -> list[str]:
+    """Return in words that a file taps the last of a target's layers, of which there are `num_layers`; [] if not.
+
+    Engines hand on the state before the final norm, and libraries the one after it; files do not say by which they were
+    trained. Ours is after it.
+    """
+    said = f"tap {num_layers}, the target's last state before its final norm in engines, after it in libraries"
+    return [said] if num_layers and num_layers in taps else []
 
 
 def tapped_embeddings(taps: Sequence[int]) -> Unsupported:

@@ -26,7 +26,8 @@ def export(deep, make_drafter, tmp_path) -> Callable[[str, str], Path]:
     """`export(layout, type)`: a drafter with the usual taps."""
 
     def make(to: str, kind: str) -> Path:
-        settings = {"taps": [2, 4, 6], "draft_vocab_size": 0, "num_layers": 2, "mask_token_id": 63}
+        settings = {"taps": [2, 4, 6], "draft_vocab_size": 0}
+        settings |= {} if kind == "eagle3" else {"num_layers": 2, "mask_token_id": 63}
         export_drafter(make_drafter(kind, on=deep, **settings), deep, to, tmp_path / to, 3)
         return tmp_path / to
 
@@ -169,6 +170,29 @@ def test_what_would_have_to_be_guessed_is_refused(deep, export, plant, said):
     edit_config(plant)(folder)
     with pytest.raises(OutriderError, match=said):
         import_drafter(folder, deep)
+
+
+AUX = "eagle_aux_hidden_state_layer_ids"
+LAST = [("z-lab", "dflash", THEIRS, 7), ("z-lab", "dflash2", THEIRS, 7), ("vllm", "lilicorr", THEIRS, 7)]
+LAST += [("deepspec", "dspark", THEIRS, 7), ("sglang", "eagle3", AUX, 7), ("speculators", "eagle3", AUX, 8)]
+LAST += [("speculators", kind, OURS, 8) for kind in ("dflash", "dflash2", "dspark")] + [
+    ("speculators", "peagle", AUX, 8)
+]
+
+
+@pytest.mark.parametrize(("to", "kind", "name", "last"), LAST)
+def test_a_file_that_taps_the_last_layer_is_refused(deep, export, to, kind, name, last):
+    """Engines hand on its state before the final norm, libraries the one after it; no file says by which it learned."""
+    folder = export(to, kind)
+
+    def tap_it(config: Config) -> None:
+        holder = next(part for part in (config, config.get(OWN), config.get("eagle_config")) if part and name in part)
+        holder[name][-1] = last
+
+    edit_config(tap_it)(folder)
+    with pytest.raises(IncompatibleError, match="tap 8, the target's last state before its final norm in engines"):
+        import_drafter(folder, deep)
+    assert "taps-last" in found_in(folder, deep)
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
@@ -107,6 +107,12 @@ def test_what_cannot_be_changed_is_refused(saved, tiny_target, tmp_path):
     with pytest.raises(BadInputError, match="has no weights"):
         LowRank.over(tmp_path / "ngram", tiny_target, 4)
     moved(LowRank.over(saved, tiny_target, 4)).save(tmp_path / "changed")
+    adapter = tmp_path / "changed" / "adapter_model.safetensors"
+    weights = load_file(adapter)
+    save_file({name: weight.to(torch.int8) for name, weight in weights.items()}, adapter)
+    with pytest.raises(IncompatibleError, match="or of another shape or type"):
+        load_drafter(tmp_path / "changed", tiny_target)
+    save_file(weights, adapter)
     config = tmp_path / "changed" / "config.json"
     config.write_text(config.read_text().replace('"rank": 4', '"rank": 5'))
     with pytest.raises(IncompatibleError, match="does not fit its base drafter"):

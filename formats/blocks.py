@@ -20,7 +20,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..common import IncompatibleError
 from ..heads import (
@@ -114,6 +113,9 @@ class BlockLayout(ExportLayout[B, C]):
         do.
         """
         flags, layer = self.flags(values, where), self.layer(values)
+        require_fields(
+            layer | (layer.get("rope_parameters") or layer.get("rope_scaling") or {}), ("rope_theta",), where
+        )
         kinds = set(layer.get("layer_types") or ["full_attention"])
         problems = ["layers with a window and layers without one"] if len(kinds) > 1 else []
         problems += last_tap(flags.taps, num_layers)
@@ -358,8 +360,7 @@ class _Blocks(Layers):
         both = torch.cat([context, entered])
         q, k, v = (self.project(at, name, x) for name, x in (("q", entered), ("k", both), ("v", both)))
         q, k = (norm(x, f"{at}self_attn.{name}_norm") for name, x in (("q", q), ("k", k)))
-        q, _ = apply_rotary_pos_emb(q, q, self.cos[:, -self.slots :], self.sin[:, -self.slots :])
-        k, _ = apply_rotary_pos_emb(k, k, self.cos, self.sin)
+        q, k = self.turned(q, len(context)), self.turned(k)
         mixed = functional.scaled_dot_product_attention(q, k, v, self.visible, enable_gqa=grouped)
         return self.finish(at, mixed, hidden)
 

@@ -4,12 +4,13 @@ This is written from the engines' own model files, in plain functions over tenso
 an export is read back by it, and compared with the drafter that it was made of.
 
 Shapes: T tokens of a text, k draft tokens, N layers of the target, H hidden size, K taps, V target vocabulary, V' draft
-vocabulary, A attention heads, D head size.
+vocabulary, A attention heads, D head size, R of whose dimensions turn.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,10 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from ..common import IncompatibleError
+from ..common import BadInputError, IncompatibleError
 from ..heads import Drafter, NodeSession
 from ..targets import RowLengths, Target
 
@@ -152,9 +151,10 @@ class Layers:
         self.heads = int(config["num_attention_heads"])
         self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
         self.size = int(config.get("head_dim") or config["hidden_size"] // self.heads)
-        rotary = LlamaRotaryEmbedding(rotary_config(config, self.size))
+        frequencies, scale = vllm_rope(config, self.size)
         every = torch.arange(length, device=device)[None]
-        self.cos, self.sin = rotary.to(device)(torch.zeros(1, device=device), every)
+        turns = every.T * frequencies.to(device)  # [T, R / 2]
+        self.cos, self.sin = scale * turns.cos(), scale * turns.sin()
         window = config["sliding_window"] if "sliding_attention" in (config.get("layer_types") or []) else length
         self.seen = (every <= every.T) & (every > every.T - window)  # [T, T]
 
@@ -167,13 +167,21 @@ class Layers:
         """
         count, grouped = len(entered), self.heads > self.kv_heads
         q, k, v = (self.project(at, name, entered) for name in "qkv")
-        q, k = apply_rotary_pos_emb(q, k, self.cos[:, :count], self.sin[:, :count])
+        q, k = self.turned(q), self.turned(k)
         mixed = functional.scaled_dot_product_attention(q, k, v, self.seen[:count, :count], enable_gqa=grouped)
         return self.finish(at, mixed, residual)
 
     def project(self, at: str, name: str, x: Tensor) -> Tensor:
         """Return the queries, keys or values of `x` `[T, ·]`, `[1, A, T, D]`."""
         return self.weights.linear(x, f"{at}self_attn.{name}_proj").view(1, len(x), -1, self.size).transpose(1, 2)
+
+    def turned(self, x: Tensor, first: int = 0) -> Tensor:
+        """Return queries or keys `[1, A, T, D]` that stand at the places from `first` on, their first R dimensions
+        turned: two of a pair are R / 2 apart."""
+        cos, sin = (table[first : first + x.shape[-2]] for table in (self.cos, self.sin))
+        half = cos.shape[-1]
+        one, other, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+        return torch.cat([one * cos - other * sin, other * cos + one * sin, rest], -1)
 
     def finish(self, at: str, mixed: Tensor, residual: Tensor) -> Tensor:
         """Return the layer's output `[T, H]` of its attention's, `[1, A, T, D]`, and the residual `[T, H]`."""
@@ -191,20 +199,65 @@ class Layers:
         return self.weights.linear(functional.silu(gate) * up, f"{at}mlp.down_proj")
 
 
-def rotary_config(config: Mapping[str, Any], size: int) -> LlamaConfig:
-    """Return a config of rotary positions, from `rope_parameters` or the fields of older files."""
-    parameters = config.get("rope_parameters") or {
-        "rope_type": "default",
-        "rope_theta": config.get("rope_theta", 10000.0),
-        **(config.get("rope_scaling") or {}),
-    }
-    return LlamaConfig(
-        hidden_size=size,
-        num_attention_heads=1,
-        head_dim=size,
-        rope_parameters=dict(parameters),
-        max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
-    )
+def vllm_rope(layer: Mapping[str, Any], size: int) -> tuple[Tensor, float]:
+    """Return how vLLM turns heads of `size`: frequencies `[R / 2]` of its first R dimensions, and a scale of the turns.
+
+    Written from its `get_rope`, and from what it first fills in from other fields of a config.json.
+
+    Raises:
+        BadInputError: vLLM stops at these parameters, or reads none of them.
+        IncompatibleError: they depend on more than the position, such as how the engine was started.
+    """
+    rope = {name: layer[name] for name in ("rope_theta", "partial_rotary_factor") if layer.get(name) is not None}
+    rope |= layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if any(isinstance(part, dict) for part in rope.values()):
+        raise BadInputError("rope_parameters differ by kinds of layers, which vLLM's heads do not read: base 10,000.")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if not 0 < (share := rope.get("partial_rotary_factor", 1.0)) <= 1:
+        raise BadInputError(f"partial_rotary_factor is {share}: vLLM stops there (it reads 0 to 1).")
+    dims = rope.get("rope_dim") or int(size * share)
+    base = float(rope.get("rope_theta") or 10000.0)
+    plain = base ** -(torch.arange(0, dims, 2, dtype=torch.float32) / dims)
+    if kind == "dynamic" and rope.keys().isdisjoint(("alpha", "max_trained_positions")):
+        kind = "default"  # whose base it has up to its last place
+    if kind in ("default", "mrope"):  # whose sections turn texts alike
+        return plain, 1.0
+    if kind not in ("linear", "llama3", "yarn"):
+        raise IncompatibleError(f"rotary positions of the type {kind!r} depend on more than the position.")
+    if (factor := rope["factor"]) is None or (kind == "linear" and not isinstance(factor, float)):
+        raise BadInputError(f"the factor of {kind} positions is {factor!r}: vLLM stops there (it reads 2.0, not 2).")
+    if kind == "linear":
+        return plain / factor, 1.0
+    name = "original_max_position_embeddings"
+    context = layer.get(name) or rope.get(name) or layer["max_position_embeddings"]
+    if kind == "yarn":
+        return plain * _yarn_shares(rope, dims, base, context), _yarn_scale(rope)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = ((context * plain / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return plain * (kept + (1 - kept) / factor), 1.0
+
+
+def _yarn_shares(rope: Mapping[str, Any], dims: int, base: float, context: int) -> Tensor:
+    """Return by what YaRN multiplies frequencies, `[R / 2]`: from 1 for the fastest to 1 / factor for the slowest."""
+    betas = (rope.get("beta_fast", 32), rope.get("beta_slow", 1))
+    first, last = (dims * math.log(context / (2 * math.pi * beta)) / (2 * math.log(base)) for beta in betas)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dims - 1)
+    slowed = ((torch.arange(dims // 2) - first) / ((last - first) or 0.001)).clamp(0, 1)
+    return 1 - slowed + slowed / rope["factor"]
+
+
+def _yarn_scale(rope: Mapping[str, Any]) -> float:
+    """Return by what YaRN multiplies sines and cosines."""
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
+
+    own, every = rope.get("mscale"), rope.get("mscale_all_dim")
+    return scale(own) / scale(every) if own and every else scale(1)
 
 
 @torch.no_grad()

@@ -6,12 +6,13 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common import BadInputError
+from ..common import BadInputError, IncompatibleError
 from ..common.atomic import replacing_folder
 from ..heads import Drafter
 from ..targets import Target
 from .engine_logits import passage_of, require_same, session_logits
 from .engines import require_served
+from .lint import faults_of_writing
 from .lint_context import write_record
 
 _log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
         layout.save(drafter, target, partial, depth)
         written = layout.load(partial)
         write_record(partial, written, layout.name)
+        for found in faults_of_writing(written, layout):
+            raise IncompatibleError(f"{drafter.name} for {to}: {found} Nothing was written; please report it.")
         theirs = layout.logits(written, target, passage)
         apart = require_same(session_logits(drafter, target, passage), theirs, f"{drafter.name} for {to}")
     return Exported(final, layout.name, apart)

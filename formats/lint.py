@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common import IncompatibleError, OutriderError
+from ..common import BadInputError, IncompatibleError, OutriderError
 from ..heads.block.dflash import default_taps
 from ..targets.model_folder import PICKLES
-from .base_layout import other_types
+from .base_layout import DrafterFiles, ExportLayout, other_types
 from .blocks import CLASSES as BLOCKS
 from .blocks import TAPS as BLOCK_TAPS
 from .blocks import BlockLayout
 from .eagle import as_speculators
+from .engine_logits import vllm_rope
 from .import_ import NONSENSE, nonsense_explained, recognised
 from .lint_context import CheckpointView, LintFinding, digest
 from .llama import EMBEDDINGS
@@ -186,7 +187,7 @@ def _speculative_tokens(config: dict[str, Any]) -> int | None:
 
 
 def rotary_positions(view: CheckpointView) -> Findings:
-    """Find rotary positions that two fields describe differently, or that are not the target's."""
+    """Find rotary positions that two fields describe differently, that vLLM does not read, or not the target's."""
     layer = view.config.get("transformer_layer_config") or view.config
     new, old = layer.get("rope_parameters") or {}, layer.get("rope_theta")
     base = new.get("rope_theta", old)
@@ -196,16 +197,35 @@ def rotary_positions(view: CheckpointView) -> Findings:
     scaling = (layer.get("rope_scaling") or {}).get("rope_type", "default")
     if new and "rope_theta" in layer and new.get("rope_type", "default") != scaling:
         yield fault("rope", f"rope_parameters are {new.get('rope_type')!r}, rope_scaling is {scaling!r}.", wrong)
-    for name in ("mrope_section", "partial_rotary_factor"):
-        value = layer.get(name, new.get(name))
-        if value not in (None, 1, 1.0):
-            what = f"{name} is {value}: the head's layers turn all of each head's dimensions."
-            yield unusual("rope", what, "Inherited from the target by accident, it breaks all positions.")
-    config = {} if view.target is None else view.target.config
-    theirs = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta"))
+    if not view.layout.is_model and layer.get("num_attention_heads"):
+        yield from _read_by_vllm(view, layer)
+    config = {} if view.target is None or view.layout.is_model else view.target.config
+    rope = config.get("rope_parameters") or {}
+    theirs = (rope.get("full_attention") or rope).get("rope_theta", config.get("rope_theta"))
     if None not in (base, theirs) and theirs != base:
         what = f"the rotary base is {base:g}, the target's {theirs:g}."
         yield unusual("rope-base", what, "If the head was trained with the target's, later drafts are wrong.")
+
+
+def _read_by_vllm(view: CheckpointView, layer: dict[str, Any]) -> Findings:
+    """Find rotary positions of a head's layers at which vLLM stops, or that it turns otherwise than heads learn."""
+    size = int(layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"])
+    try:
+        turned = 2 * len(vllm_rope(layer, size)[0])
+    except (BadInputError, KeyError) as error:
+        yield fault("rope", str(error), "vLLM does not start, or turns positions by another base.")
+        return
+    except IncompatibleError as error:
+        yield unusual("rope", str(error), "The head drafts otherwise wherever that differs from its training.")
+        return
+    if turned != size:  # known of our own: they turn all
+        what = f"{turned} of each head's {size} dimensions turn (partial_rotary_factor), in training usually all."
+        engine = "Inherited from the target by accident, it breaks all positions."
+        yield LintFinding("rope", what, engine, is_fault=view.record is not None)
+    if rope := [name for name in (layer.get("rope_parameters") or {}) if name.startswith("mrope")]:
+        yield unusual("rope", f"rope_parameters have {', '.join(rope)}.", "Positions in images turn by sections.")
+    if _is_block(view) and not {**layer, **(layer.get("rope_parameters") or {})}.get("rope_theta"):
+        yield fault("rope", "rope_theta is missing.", "vLLM takes 1,000,000 for such a drafter, others 10,000.")
 
 
 def context(view: CheckpointView) -> Findings:
@@ -508,6 +528,17 @@ CHECKS = {
     "dspark": (*_BLOCKS, dspark_heads),
     "lilicorr": _BLOCKS,
 }
+
+
+# What may be meant by who trained a head: it lies in the values of weights, or is only unusual.
+_MEANT = ("not-finite", "zeros", "initial", "taps-off-by-one", "d2t-ids")
+
+
+def faults_of_writing(files: DrafterFiles, layout: ExportLayout) -> list[LintFinding]:
+    """Return the faults in files that a layout of ours wrote, whatever drafter it was given."""
+    view = CheckpointView(files, layout, record={})
+    findings = [finding for check in EVERY + CHECKS.get(layout.drafter, ()) for finding in check(view)]
+    return [finding for finding in findings if finding.is_fault and finding.check not in _MEANT]
 
 
 def lint(folder: str | Path, target: str | None = None) -> list[LintFinding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from ..common import BadInputError, IncompatibleError
-from ..heads.decoder_layer import LayerConfig, LayerDrafter
+from ..heads.decoder_layer import LayerConfig, LayerDrafter, full_rope
 from ..targets import Target
+from ..targets.layers import ROPES
 
 EMBEDDINGS, SLIDING = "embed_tokens.weight", "sliding_attention"
 # Sizes by their names in a Llama's config.json; ours has one of them under another name.
@@ -27,8 +29,8 @@ def llama_config(config: LayerConfig, window: int = 0) -> dict[str, Any]:
     Rotary positions are written twice: as `transformers` 5 has them, and as older readers look for them.
     """
     sliding = {"layer_types": [SLIDING] * config.num_layers, "sliding_window": window, "use_sliding_window": True}
-    rope = config.rope_parameters
-    is_scaled = rope.get("rope_type", "default") != "default"
+    rope = config.rope
+    is_scaled = rope["rope_type"] != "default"
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -39,8 +41,8 @@ def llama_config(config: LayerConfig, window: int = 0) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "rope_parameters": dict(rope),
-        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
         "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if is_scaled else None,
         **(sliding if window else {}),
     }
@@ -60,7 +62,8 @@ def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ())
 
     Raises IncompatibleError if there are problems, layers of another kind than Llama's, or with what ours do not have.
     """
-    llama: Any = LlamaConfig(**{k: v for k, v in layer.items() if k != "model_type"})
+    # The library writes into what it is given.
+    llama: Any = LlamaConfig(**copy.deepcopy({k: v for k, v in layer.items() if k != "model_type"}))
     for name in _SIZES:
         size = getattr(llama, name, None)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -72,7 +75,7 @@ def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ())
     return {
         **{_OURS.get(name, name): getattr(llama, name) for name in _SIZES},
         "rms_norm_eps": llama.rms_norm_eps,
-        "rope_parameters": dict(llama.rope_parameters),
+        "rope_parameters": full_rope(llama.rope_parameters, llama.max_position_embeddings),
         "max_position_embeddings": llama.max_position_embeddings,
         **({"sliding_window": int(layer.get("sliding_window") or 0)} if SLIDING in _kinds(layer) else {}),
     }
@@ -92,9 +95,22 @@ def _unknown_to_layers(layer: dict[str, Any], llama: Any) -> list[str]:
         problems.append(f"hidden_act: {llama.hidden_act!r} instead of 'silu'")
     if len(_kinds(layer)) > 1:
         problems.append("layers with a sliding window and layers without one")
-    turned = layer.get("partial_rotary_factor") or (layer.get("rope_parameters") or {}).get("partial_rotary_factor")
+    return problems + _unknown_to_rotary(layer, llama.rope_parameters)
+
+
+def _unknown_to_rotary(layer: dict[str, Any], rope: dict[str, Any]) -> list[str]:
+    """Return the abilities of their rotary positions that ours lack, each in a few words."""
+    if any(isinstance(part, dict) for part in rope.values()):
+        return ["rope_parameters by kinds of layers, which engines read as a base of 10,000"]
+    problems = []
+    if (kind := rope.get("rope_type")) not in list(ROPES):
+        problems.append(f"rotary positions of the type {kind!r} instead of {', '.join(ROPES)}")
+    turned = layer.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
     if turned not in (None, 1, 1.0):
         problems.append(f"partial_rotary_factor: {turned}, so that positions turn a part of each head")
+    if not layer.get("is_neox_style", True):
+        problems.append("is_neox_style: false, so that neighbours turn in pairs")
+    problems += [f"{name}: {rope[name]}, of positions in images" for name in sorted(rope) if name.startswith("mrope")]
     return problems
 
 

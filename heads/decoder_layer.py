@@ -11,8 +11,10 @@ Shapes: B rows, T positions, Q new entries, H hidden size, N heads, D head size,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
@@ -22,19 +24,26 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from ..common import BadInputError, IncompatibleError
 from ..targets import LayerShape, RaggedCache, Target, TensorShape
-from ..targets.layers import usual_layer
+from ..targets.layers import ROPES, usual_layer
 from ..targets.packed_weights import PackedLinear, PackedWeight
 from ..targets.split_attention import fold_heads
 from ..targets.weights import weight_versions
 from .base import HeadConfig, HeadDrafter
 from .unrolled_attention import Entry, Places
 
+_log = logging.getLogger(__name__)
+
 Rotary = tuple[Tensor, Tensor]  # cosines and sines as `angles` gives them, [B, 1, Q, D] each
 
 
 @dataclass
 class LayerConfig(HeadConfig):
-    """Sizes of the layers; zeros mean "as the target"."""
+    """Sizes of the layers; zeros mean "as the target".
+
+    Attributes:
+        rope_parameters: rotary positions, as `transformers` names them, of the type default, linear, llama3 or yarn; {}
+            for the target's, as far as a head has them: all dimensions of its heads turn.
+    """
 
     least: ClassVar = {"num_layers": 1}
 
@@ -72,14 +81,26 @@ class LayerConfig(HeadConfig):
         heads = self.num_attention_heads or theirs.num_attention_heads
         width = getattr(theirs, "intermediate_size", None) or 0
         width = max(width) if isinstance(width, (list, tuple)) else width  # some have one for each layer
+        longest = self.max_position_embeddings or target.max_context or 4096
         return super().sizes(target) | {
             "intermediate_size": self.intermediate_size or int(width) or 4 * target.hidden_size,
             "num_attention_heads": heads,
             "num_key_value_heads": self.num_key_value_heads or getattr(theirs, "num_key_value_heads", None) or heads,
             "head_dim": self.head_dim or getattr(theirs, "head_dim", None) or target.hidden_size // heads,
-            "rope_parameters": self.rope_parameters or _plain_rope(theirs),
-            "max_position_embeddings": self.max_position_embeddings or target.max_context or 4096,
+            "rope_parameters": _given_rope(self.rope_parameters, longest) or _plain_rope(theirs, longest),
+            "max_position_embeddings": longest,
         }
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """Its rotary positions in full, of which training, decoding and every export are made.
+
+        What layers never read is no part of them, though files of older heads hold it: partial_rotary_factor, sections
+        of mrope, and "dynamic", which is the default up to max_position_embeddings.
+        """
+        is_dynamic = self.rope_parameters.get("rope_type") == "dynamic"
+        given = self.rope_parameters | ({"rope_type": "default"} if is_dynamic else {})
+        return full_rope(given, self.max_position_embeddings)
 
     def llama(self) -> LlamaConfig:
         """Return the config of the library's rotary positions and MLP, which do not read the number of heads."""
@@ -88,7 +109,7 @@ class LayerConfig(HeadConfig):
             intermediate_size=self.intermediate_size,
             num_attention_heads=1,  # the library refuses one that does not divide the hidden size
             head_dim=self.head_dim,
-            rope_parameters=dict(self.rope_parameters),
+            rope_parameters=self.rope,
             max_position_embeddings=self.max_position_embeddings,
         )
 
@@ -105,12 +126,66 @@ def _check_widths(target: Target, theirs: PreTrainedConfig, heads_given: bool) -
         raise IncompatibleError(f"{name} has no attention heads whose number a head could take; take a draft model.")
 
 
-def _plain_rope(config: Any) -> dict[str, Any]:
-    """Return the target's rotary parameters if they are of the plain form, else the default ones."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in rope:  # a drafter has plain positions, also of a target that sees images
-        return {name: value for name, value in rope.items() if not name.startswith("mrope")}
-    return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+def full_rope(rope: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """Return what a head has of rotary parameters, every value written out.
+
+    `longest`: its max_position_embeddings.
+
+    Raises BadInputError for a type that heads do not have, or one without what it needs.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in list(ROPES):  # a file may say anything, a list too
+        raise BadInputError(
+            f"rope_parameters: a head's rotary positions are of the type {', '.join(ROPES)}, found {kind!r:.80}, whose "
+            "angles depend on more than the position, or are unknown."
+        )
+    needed, optional = ROPES[kind]
+    given = {"rope_theta": 10000.0, "original_max_position_embeddings": longest}
+    given |= {name: value for name, value in rope.items() if value is not None}
+    if missing := [name for name in needed if name not in given]:
+        raise BadInputError(f"rope_parameters: {kind} needs {', '.join(missing)}.")
+    full = {name: given[name] for name in ("rope_theta", *needed, *optional) if name in given}
+    if "factor" in full:
+        full["factor"] = float(full["factor"])  # vLLM stops at a whole number
+    return {"rope_type": kind} | full
+
+
+def _given_rope(rope: dict[str, Any], longest: int) -> dict[str, Any]:
+    """Return rotary parameters that a recipe names, in full; {} for none."""
+    full = full_rope(rope, longest) if rope else {}
+    if others := sorted(rope.keys() - full.keys() - {"type"}):
+        raise BadInputError(
+            f"drafter.rope_parameters: a head's have no {', '.join(others)} (all dimensions of its heads turn, by the "
+            "position alone); leave that out."
+        )
+    return full
+
+
+def _plain_rope(config: Any, longest: int = 4096) -> dict[str, Any]:
+    """Return the target's rotary parameters as far as a head has them, in full; a warning names the others.
+
+    Raises IncompatibleError where layers of a target differ, and none of them attends to all places.
+    """
+    theirs = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(part, dict) for part in theirs.values()):  # by kinds of layers; a head attends to all places
+        if not (full := theirs.get("full_attention")):
+            raise IncompatibleError(
+                f"the target's rotary positions differ by kinds of layers ({', '.join(theirs)}), and none is called "
+                "full_attention: name the head's in drafter.rope_parameters, e.g. {rope_type: default, rope_theta: …}."
+            )
+        theirs = full
+    theta = theirs.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    rope = full_rope((theirs if theirs.get("rope_type") in ROPES else {}) | {"rope_theta": theta}, longest)
+    same = {"type": theirs.get("rope_type"), "partial_rotary_factor": 1, "max_position_embeddings": longest}
+    left = {name: value for name, value in theirs.items() if value not in (None, rope.get(name), same.get(name))}
+    if left:
+        _warn_once(f"the head's rotary positions are {rope}; of the target's it has not: {left}.")
+    return rope
+
+
+@lru_cache
+def _warn_once(said: str) -> None:
+    _log.warning(said)
 
 
 def normed(x: Tensor, norm: Any) -> Tensor:

@@ -52,8 +52,8 @@ def _flipped(flag: str) -> Made:
 
 def _base(theta: float) -> Made:
     def settings(config: Eagle3Config) -> dict[str, Any] | None:
-        rope = config.rope_parameters
-        is_other = abs(float(rope.get("rope_theta", 1e4)) - theta) > 1
+        rope = config.rope
+        is_other = abs(float(rope["rope_theta"]) - theta) > 1
         return {"rope_parameters": rope | {"rope_theta": theta}} if is_other else None
 
     return _made(settings)

@@ -21,7 +21,16 @@ from ..common.errors import IncompatibleError
 _LLAMA_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 LLAMA_HOMES = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in _LLAMA_KINDS)
 _PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, SiLUActivation, nn.SiLU}
-_ROPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on nothing but the position
+# Types of rotary positions whose angles depend on nothing but the position: what each must have, and what it may.
+ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
 
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -171,7 +180,7 @@ def is_of_llama_kind(model: Any) -> bool:
         and all(is_as_made(module) for module in model.modules())
         and not getattr(config, "is_heterogeneous", False)
         and type(model.model.layers[0].mlp.act_fn) in _PARTS
-        and model.model.rotary_emb.rope_type in _ROPES
+        and model.model.rotary_emb.rope_type in ROPES
         and not (model.training and config.attention_dropout)
     )
 

@@ -162,6 +162,7 @@ def test_nvidias_files_of_lilicorr_are_read(deep, make_drafter, tmp_path):
         (put(OWN, use_swa=True), "see a sliding window"),
         (put(partial_rotary_factor=0.5), "a part of each head"),
         (put("rope_parameters", partial_rotary_factor=0.5), "a part of each head"),
+        (put(is_neox_style=False), "is_neox_style: false, so that neighbours turn in pairs"),
         (lambda c: c[OWN].pop("mask_token_id"), "mask_token_id is missing"),
     ],
 )
@@ -193,6 +194,22 @@ def test_a_file_that_taps_the_last_layer_is_refused(deep, export, to, kind, name
     with pytest.raises(IncompatibleError, match="tap 8, the target's last state before its final norm in engines"):
         import_drafter(folder, deep)
     assert "taps-last" in found_in(folder, deep)
+
+
+@pytest.mark.parametrize(("to", "kind"), [("z-lab", "dflash"), ("speculators", "dspark")])
+def test_a_base_of_rotary_positions_that_readers_guess_is_asked_for(deep, export, to, kind):
+    """vLLM takes 1,000,000 for a block drafter, others 10,000."""
+    folder = export(to, kind)
+    (folder / "written.json").unlink()
+
+    def without(config: Config) -> None:
+        layer = config.get(LAYER, config)
+        del layer["rope_theta"], layer["rope_parameters"]["rope_theta"]
+
+    edit_config(without)(folder)
+    with pytest.raises(OutriderError, match="rope_theta is missing"):
+        import_drafter(folder, deep)
+    assert found_in(folder, deep) == {"rope", "config"}
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])

@@ -35,6 +35,9 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="One look, for cron; what is known is kept in --state.")] = False,
     state: Annotated[Path, typer.Option(help="With --once: what is known between the looks.")] = STATE,
     seconds: Annotated[float | None, typer.Option(min=0, help="End after so long (default: never).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Whose counters are watched, by their label model_name (default: all).")
+    ] = None,
     webhook: Annotated[str | None, typer.Option(help="A URL that alarms are sent to, as JSON.")] = None,
     key: Annotated[str | None, typer.Option(help="The engines' key, if they ask for one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")] = False,
@@ -57,8 +60,8 @@ def watch(
         require_webhook(webhook)
     console, beside = console_for(as_json), VisibleConsole(highlight=False, soft_wrap=True, stderr=True)
     alarms = 0
-    new = [] if once else [WatchState(url=url, baseline=baseline) for url in urls]
-    with kept_states(state, urls, baseline) if once else nullcontext(new) as states:
+    new = [] if once else [WatchState(url=url, model=model, baseline=baseline) for url in urls]
+    with kept_states(state, urls, baseline, model) if once else nullcontext(new) as states:
         watches = [EngineWatch(known, limits) for known in states]
         for line in promises(watches, limits):
             beside.print(escape(line), style="dim")
@@ -86,9 +89,11 @@ def _events(watches: list[EngineWatch], key: str | None, every: float, seconds: 
     while True:
         for one in watches:
             try:
-                yield from one.look(read_counters(read_metrics(one.state.url, key)))
+                now = read_counters(read_metrics(one.state.url, key))
             except BadInputError as error:
                 yield from one.silent(str(error))
+                continue
+            yield from one.look(now)
         if seconds is not None and time.monotonic() - began + every > seconds:
             return
         time.sleep(every)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
@@ -21,10 +21,12 @@ from ..common.locks import locked
 from ..common.safe_load import RECORD, parse_json, read_text
 from ..common.values import ForeignModel
 from ..pair import PairFiles
-from ..serving.engine import Counters
+from ..serving.engine import Counters, PageCounters
 from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits
 
 LEARNED = 30  # windows that a baseline is learned from, where no pair has one
+ChangeOfLabels = Literal["appeared", "gone", "restart"]
+BECAME = {"appeared": "counters appeared", "gone": "counters went", "restart": "started anew"}
 WINDOWS = (200, 100, 50, 25, 400)  # rounds of a window, tried in this order
 SURE = 3.0  # spreads by which a position must differ to be named
 PATIENCE = 120.0  # seconds that a look waits for another one with the same state file
@@ -34,6 +36,7 @@ class WatchState(ForeignModel, extra="forbid"):
     """The state of one engine's watch, kept between runs of `outrider lab watch --once`.
 
     Attributes:
+        model: whose counters are read; None for those of all models on the page.
         seen: the counters at the last look. open: those of the window that is not full yet.
         windows: the number of full ones. learned: those that the baseline is learned from.
         sums: of the test. restarts, alarms: the number of each.
@@ -41,8 +44,9 @@ class WatchState(ForeignModel, extra="forbid"):
     """
 
     url: str
+    model: str | None = None
     baseline: NormalDrafting | None = None
-    seen: Counters | None = None
+    seen: PageCounters | None = None
     open: Counters | None = None
     windows: int = 0
     learned: list[Counters] = Field(default=[])
@@ -51,6 +55,12 @@ class WatchState(ForeignModel, extra="forbid"):
     alarms: int = 0
     silence: str = ""
     is_idle: bool = False
+
+    @field_validator("seen", mode="before")
+    @classmethod
+    def _by_label_set(cls, seen: Any) -> Any:
+        """Return what was seen; None for sums over labels, as earlier versions kept them: they cannot be parted."""
+        return None if isinstance(seen, dict) and "parts" not in seen else seen
 
 
 class EngineWatch:
@@ -72,17 +82,25 @@ class EngineWatch:
             self._chart = Chart.calibrated(self.state.baseline, self.limits)
         return self._chart
 
-    def look(self, now: Counters) -> Iterator[WatchEvent]:
-        """Update the watch with the engine's counters, and yield its events."""
-        seen, self.state.seen = self.state.seen, now
+    def look(self, now: PageCounters) -> Iterator[WatchEvent]:
+        """Update the watch with the counters on the engine's page, and yield its events.
+
+        Raises:
+            BadInputError: at its first look, the page has no counters of the model to be watched.
+        """
+        seen, model = self.state.seen, self.state.model
+        if model is not None:
+            if seen is None and model not in now.models:
+                found = f"those of {', '.join(now.models)}" if now.models else "such that name no model"
+                raise BadInputError(f"--model: {self.state.url} has no counters of {model!r}; it has {found}.")
+            now = now.of_model(model)
+        self.state.seen = now if seen is None else now.after(seen)
         if self.state.silence:
             self.state.silence = ""
-            yield self._event("back", now)
+            yield self._event("back", now.engine)
+        yield from self._label_sets(seen or PageCounters(), self.state.seen)
         if seen is None:
             return  # earlier counts belong to no window
-        if now.restarted(seen):
-            self.state.restarts += 1
-            yield self._event("restart", now)
         new = now.since(seen)
         window = new if self.state.open is None else self.state.open.plus(new)
         if window.rounds < self.limits.window:
@@ -91,6 +109,20 @@ class EngineWatch:
         self.state.open = None
         self.state.windows += 1
         yield from self._judge(window)
+
+    def _label_sets(self, seen: PageCounters, now: PageCounters) -> Iterator[WatchEvent]:
+        """Yield which label sets came, went, and began to count anew."""
+        restarted = now.restarted(seen)
+        self.state.restarts += len(restarted)
+        before, present = seen.present(), now.present()
+        changes: dict[ChangeOfLabels, list[str]] = {
+            "appeared": [labels for labels in present if labels not in before],
+            "gone": [labels for labels in before if labels not in present],
+            "restart": restarted,
+        }
+        for kind, labels in changes.items():
+            if labels:
+                yield self._event(kind, now.engine, labels=labels)
 
     def silent(self, reason: str) -> Iterator[WatchEvent]:
         """Yield the event of an engine that does not answer, unless it did not at the last look either."""
@@ -102,16 +134,16 @@ class EngineWatch:
         state, chart = self.state, self.chart
         positions = {"rounds": window.rounds, "tau": window.tau, "by_position": conditional(window)}
         if state.baseline is None or chart is None:
-            yield self._event("window", window, **positions)
+            yield self._event("window", window.engine, **positions)
             state.learned.append(window)
             if len(state.learned) >= LEARNED:
                 state.baseline, state.learned = learned(state.learned, state.url), []
-                yield self._event("learned", window)
+                yield self._event("learned", window.engine)
             return
         score = state.baseline.score(window.rounds, window.accepted)
         state.sums = sums = state.sums.after(score, window.rounds / self.limits.window, chart.slack)
         figures = positions | {"threshold": chart.threshold, "score": score}
-        yield self._event("window", window, **figures, fall=sums.fall, rise=sums.rise)
+        yield self._event("window", window.engine, **figures, fall=sums.fall, rise=sums.rise)
         change, was_idle = sums.alarm(chart.threshold), state.is_idle
         # After an alarm the sums begin anew; that drafting has ceased altogether is said at once all the same.
         state.is_idle = not window.accepted and score <= -SURE
@@ -121,17 +153,17 @@ class EngineWatch:
             state.sums = CusumState()  # the next alarm is about later windows
             state.alarms += 1
             position = _first_apart(window, state.baseline)
-            yield self._event("alarm", window, **figures, change=change, since=since, position=position)
+            yield self._event("alarm", window.engine, **figures, change=change, since=since, position=position)
 
     def _event(
-        self, kind: Literal["window", "learned", "alarm", "restart", "back"], counters: Counters, **figures: Any
+        self, kind: ChangeOfLabels | Literal["window", "learned", "alarm", "back"], engine: str, **figures: Any
     ) -> WatchEvent:
         state, baseline = self.state, self.state.baseline
         return WatchEvent(
             kind=kind,
             url=state.url,
             time=_now(),
-            engine=counters.engine,
+            engine=engine,
             window=state.windows,
             baseline=None if baseline is None else baseline.tau,
             **figures,
@@ -202,8 +234,10 @@ def limits_for(baseline: NormalDrafting) -> WatchLimits:
 
 
 @contextmanager
-def kept_states(file: Path, urls: Sequence[str], baseline: NormalDrafting | None) -> Iterator[list[WatchState]]:
-    """Yield the state of each engine, and write it to `file` at the end, beside those of other engines.
+def kept_states(
+    file: Path, urls: Sequence[str], baseline: NormalDrafting | None, model: str | None = None
+) -> Iterator[list[WatchState]]:
+    """Yield the state of each engine's model, and write it to `file` at the end, beside those of others.
 
     Looks with the same file follow one another. A test begins again if another baseline than its own is given.
 
@@ -212,22 +246,25 @@ def kept_states(file: Path, urls: Sequence[str], baseline: NormalDrafting | None
     """
     with locked(file, PATIENCE):
         known = _known(file)
-        states = [known.get(url, WatchState(url=url, baseline=baseline)) for url in urls]
+        states = [known.get((url, model), WatchState(url=url, model=model, baseline=baseline)) for url in urls]
         for i, state in enumerate(states):
             if baseline is not None and state.baseline != baseline:
-                states[i] = WatchState(url=state.url, baseline=baseline, seen=state.seen, silence=state.silence)
+                kept = {name: getattr(state, name) for name in ("url", "model", "seen", "silence")}
+                states[i] = WatchState(**kept, baseline=baseline)
         try:
             yield states
         finally:  # an engine that does not answer takes nothing from the others
-            save_states(file, list((known | {s.url: s for s in states}).values()))
+            save_states(file, list((known | {(s.url, s.model): s for s in states}).values()))
 
 
-def _known(file: Path) -> dict[str, WatchState]:
+def _known(file: Path) -> dict[tuple[str, str | None], WatchState]:
+    """Return the states in a file, by URL and model."""
     if not file.is_file():
         return {}
     try:
-        return {s["url"]: WatchState.model_validate(s) for s in parse_json(read_text(file), str(file), RECORD)}
-    except (OSError, ValueError, KeyError, TypeError) as error:  # also pydantic's
+        states = [WatchState.model_validate(s) for s in parse_json(read_text(file), str(file), RECORD)]
+        return {(s.url, s.model): s for s in states}
+    except (OSError, ValueError, TypeError) as error:  # also pydantic's
         raise BadInputError(f"{file}: cannot be read as the state of a watch ({error}); delete it.") from error
 
 
@@ -268,16 +305,19 @@ class WatchEvent(BaseModel, extra="forbid", ser_json_inf_nan="null"):
     """One line of a watch.
 
     Attributes:
-        kind: window, learned, alarm, restart, silent (the engine does not answer any more) or back (it does again).
+        kind: window, learned, alarm, silent (the engine does not answer any more), back (it does again), or what became
+            of label sets: appeared, gone, restart.
+        labels: the label sets, each as the page writes it, "" for one without labels.
         tau, by_position: of the window; positions are conditional on the draft before.
         score: spreads above the baseline. fall, rise: the test's sums, and threshold: their alarm.
         change: "fall" or "rise". since: windows ago that the change began. position: the first that differs.
     """
 
-    kind: Literal["window", "learned", "alarm", "restart", "silent", "back"]
+    kind: Literal["window", "learned", "alarm", "silent", "back", "appeared", "gone", "restart"]
     url: str
     time: str
     engine: str | None = None
+    labels: list[str] | None = None
     window: int | None = None
     rounds: float | None = None
     tau: float | None = None
@@ -300,8 +340,9 @@ class WatchEvent(BaseModel, extra="forbid", ser_json_inf_nan="null"):
             return f"no answer: {self.reason}"
         if self.kind == "back":
             return f"the engine ({self.engine}) answers again"
-        if self.kind == "restart":
-            return f"the engine ({self.engine}) was started anew"
+        if self.labels is not None:
+            of_labels = " and ".join(f"{{{labels}}}" for labels in self.labels if labels)
+            return f"{BECAME[self.kind]}: {self.engine} {of_labels}".rstrip()
         if self.kind == "learned":
             return f"baseline learned: τ {self.baseline:.3f}"
         if self.kind == "window":

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, FailFast, Field
@@ -30,6 +30,8 @@ LOOK_SECONDS, COMPLETION_SECONDS = 10.0, 600.0  # that an engine may take to ans
 BYTES_OF_A_TOKEN = 1024  # as text, as an id, and in fields beside them
 # A page of metrics has some thousand samples of some ten labels; a round has some ten drafts at most.
 MOST_SAMPLES, LONGEST_LINE, MOST_POSITIONS, LARGEST_COUNT = 50_000, 4096, 1024, 2**53
+MOST_ENGINES = 256  # label sets on one page
+WITHIN = ("position", "le")  # labels of one engine's metric; all others tell whose it is
 SETTLE_SECONDS = 5.0  # how long an engine may take to count what it has already answered
 
 
@@ -155,13 +157,14 @@ class Engine:
     def _look(self, place: str) -> bytes:
         return ask(place, key=self.key, limits=AnswerLimits(LOOK_SECONDS))
 
-    def counters(self) -> Counters:
-        """Return the engine's counters since it started.
+    def counters(self) -> PageCounters:
+        """Return the counters on the engine's page of metrics; those of its model alone, where they name it.
 
         Raises:
             BadInputError: it cannot be reached, or its page of metrics cannot be read.
         """
-        return read_counters(read_metrics(self.url, self.key))
+        found = read_counters(read_metrics(self.url, self.key))
+        return found.of_model(self.name) if self.name in found.models else found
 
     def complete(
         self,
@@ -192,11 +195,17 @@ class Engine:
         told = tuple(choice.logprobs.token_logprobs) if choice.logprobs else ()
         return EngineCompletion(choice.text, None if ids is None else tuple(ids), count, seconds, told)
 
-    def settled(self, earlier: Counters, tokens: int) -> Counters:
-        """Return the counters, as soon as the engine has counted `tokens` new tokens after `earlier`."""
+    def settled(self, earlier: PageCounters, tokens: int) -> PageCounters:
+        """Return the counters, as soon as the engine has counted `tokens` new tokens after `earlier`.
+
+        Raises:
+            BadInputError: it was started anew after `earlier`: what it counted before that is lost.
+        """
         limit = time.monotonic() + SETTLE_SECONDS
         while True:
             now = self.counters()
+            if now.restarted(earlier):
+                raise BadInputError(f"{self.url} was started anew in the middle of the measurement; measure again.")
             if now.since(earlier).tokens >= tokens or time.monotonic() > limit:
                 return now
             time.sleep(0.02)
@@ -267,10 +276,10 @@ COUNTED = ("rounds", "drafted", "by_position")  # counted by some engines, and n
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Counters(DraftCounts):
-    """The counters of an engine: since it started, or (see `since`) between two looks at its page.
+    """The counters of one label set: since it began, or (see `since`) between two looks at its page.
 
     Attributes:
-        engine: vllm, sglang, tgi or llama.cpp.
+        engine: vllm, sglang, tgi or llama.cpp. model: by the label `model_name`; "" if there is none.
         tokens: new tokens of all requests, whether they were drafted or not.
         mean: tokens per round, where the engine shows only its own latest average; rounds are then derived from it.
         started: when the engine's process began, in seconds since 1970; None if it does not tell.
@@ -280,18 +289,23 @@ class Counters(DraftCounts):
     sums: ClassVar[tuple[str, ...]] = ("rounds", "drafted", "accepted", "tokens")
     engine: str = ""
     tokens: float = 0.0
+    model: str = ""
     mean: float | None = None
     started: float | None = None
     uncounted: tuple[str, ...] = ()
 
     def restarted(self, earlier: Counters) -> bool:
-        """Tell whether the engine was started anew after `earlier`: another beginning, or a counter that fell."""
+        """Tell whether counting began anew after `earlier`: with another process, or a counter that fell.
+
+        A counter that has passed its earlier value again by the next look tells nothing; only the process can.
+        """
         if None not in (self.started, earlier.started) and self.started != earlier.started:
             return True
-        return any(getattr(self, name) < getattr(earlier, name) for name in self.sums)
+        new = self.plus(earlier, -1)
+        return min(*(getattr(new, name) for name in self.sums), *new.by_position, 0.0) < 0
 
     def since(self, earlier: Counters | None) -> Counters:
-        """Return the counts after `earlier`; all of them, if the engine was started anew in between."""
+        """Return the counts after `earlier`; all of them, if counting began anew in between."""
         new = self if earlier is None or self.restarted(earlier) else self.plus(earlier, -1)
         if new.mean is None or not new.mean >= 1:
             return new
@@ -299,11 +313,62 @@ class Counters(DraftCounts):
         return replace(new, rounds=rounds, accepted=new.tokens - rounds)
 
 
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class PageCounters:
+    """The counters on a page of metrics, by label set: one for each engine, model and rank that counts for itself.
+
+    Attributes:
+        engine: its kind, see `Counters`.
+        parts: by the labels, as the page writes them; "" for an engine that writes none.
+        absent: those of `parts` that earlier looks saw, and the latest one did not.
+    """
+
+    engine: str = ""
+    parts: dict[str, Counters] = Field(default={})
+    absent: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> list[str]:
+        """The models that these counters name."""
+        return sorted({counts.model for counts in self.parts.values()} - {""})
+
+    def of_model(self, name: str) -> PageCounters:
+        """Return the counters of one model alone."""
+        return replace(self, parts={labels: counts for labels, counts in self.parts.items() if counts.model == name})
+
+    def present(self) -> list[str]:
+        """Return the label sets of the latest look."""
+        return [labels for labels in self.parts if labels not in self.absent]
+
+    def restarted(self, earlier: PageCounters) -> list[str]:
+        """Return the label sets that began to count anew after `earlier`."""
+        known = ((labels, earlier.parts.get(labels)) for labels in self.present())
+        return [labels for labels, before in known if before and self.parts[labels].restarted(before)]
+
+    def since(self, earlier: PageCounters | None) -> Counters:
+        """Return the sum of what each label set counted after `earlier`: all its counts, if they began after that."""
+        before = {} if earlier is None else earlier.parts
+        new = [self.parts[labels].since(before.get(labels)) for labels in self.present()]
+        return reduce(Counters.plus, new) if new else Counters(engine=self.engine)
+
+    def after(self, earlier: PageCounters) -> PageCounters:
+        """Return these counters beside those of `earlier` that are no longer there, and may come back."""
+        gone = [labels for labels in earlier.parts if labels not in self.parts][-MOST_ENGINES:]
+        return replace(self, parts=self.parts | {g: earlier.parts[g] for g in gone}, absent=tuple(gone))
+
+
+Sample = tuple[dict[str, str], float]  # labels and value
+
+
+def _agree(labels: dict[str, str], others: dict[str, str]) -> bool:
+    return all(labels.get(name, text) == text for name, text in others.items())
+
+
 @dataclass(frozen=True)
 class Page:
     """The samples of one page of metrics, by name; `:` and `_` are the same letter, as exporters exchange them."""
 
-    samples: dict[str, list[tuple[dict[str, str], float]]]
+    samples: dict[str, list[Sample]]
 
     @classmethod
     def parsed(cls, text: str) -> Page:
@@ -314,7 +379,7 @@ class Page:
                 f"this page of metrics has {len(lines)} lines, the longest of {max(map(len, lines))} letters; expected "
                 f"at most {MOST_SAMPLES} lines of {LONGEST_LINE} letters. Give an engine's URL."
             )
-        samples: dict[str, list[tuple[dict[str, str], float]]] = {}
+        samples: dict[str, list[Sample]] = {}
         try:
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
@@ -326,7 +391,7 @@ class Page:
             ) from error
         return cls(samples)
 
-    def values(self, name: str) -> list[tuple[dict[str, str], float]]:
+    def values(self, name: str) -> list[Sample]:
         """Return the labels and values of a metric, whose name may end with `_total`; [] if it is not there.
 
         Raises:
@@ -340,14 +405,50 @@ class Page:
                 raise BadInputError(f"the metric {name} is {shown}; expected a number from 0 to {LARGEST_COUNT:g}.")
         return found
 
+    def by_labels(self, counted: Sequence[str]) -> dict[str, Page]:
+        """Return the page of each label set of the metrics whose names begin with `counted`, by its labels as written.
+
+        Other metrics (a mean, the beginning of a process) may have labels of their own, and more or fewer of them: they
+        belong to each label set that they do not contradict.
+
+        Raises:
+            BadInputError: there are too many.
+        """
+        beginnings = tuple(name.replace(":", "_") for name in counted)
+        found: dict[str, tuple[dict[str, str], dict[str, list[Sample]]]] = {}
+        for name in (name for name in self.samples if name.startswith(beginnings)):
+            for labels, value in self.samples[name]:
+                whose = {label: labels[label] for label in sorted(labels) if label not in WITHIN}
+                written = ",".join(f"{label}={json.dumps(text)}" for label, text in whose.items())
+                found.setdefault(written, (whose, {}))[1].setdefault(name, []).append((labels, value))
+        if len(found) > MOST_ENGINES:
+            raise BadInputError(
+                f"this page of metrics is of {len(found)} engines, expected at most {MOST_ENGINES}. Give one's URL."
+            )
+        beside = {name: self.samples.get(name, []) for name in (_MEAN, _STARTED)}
+        return {
+            written: Page(own | {name: [s for s in samples if _agree(whose, s[0])] for name, samples in beside.items()})
+            for written, (whose, own) in found.items()
+        }
+
     def total(self, name: str) -> float:
-        """Return a metric summed over all labels (engines, models); 0 if it is not there."""
+        """Return the sum of a metric; 0 if it is not there."""
         return sum(value for _, value in self.values(name))
 
     def mean(self, name: str) -> float | None:
-        """Return the mean over all labels of a gauge that is above zero; None if there is none."""
+        """Return the mean of a gauge over the ranks where it is above zero; None if there is none."""
         values = [value for _, value in self.values(name) if value > 0]
         return sum(values) / len(values) if values else None
+
+    @property
+    def model(self) -> str:
+        """The model of the page of one label set; "" if it names none."""
+        return next((labels.get("model_name", "") for samples in self.samples.values() for labels, _ in samples), "")
+
+    def only(self, name: str) -> float | None:
+        """Return the value of a metric; None if it is not there, or has several."""
+        values = self.values(name)
+        return values[0][1] if len(values) == 1 else None
 
     def by_position(self, name: str) -> tuple[float, ...]:
         """Return a counter by its label `position`, the first position first."""
@@ -382,8 +483,7 @@ def _spec_decode(page: Page, engine: str, prefix: str, tokens: str) -> Counters:
 
 def _sglang(page: Page) -> Counters:
     """Read SGLang, which shows the mean of its latest rounds."""
-    tokens, mean = page.total("sglang:generation_tokens"), page.mean("sglang:spec_accept_length")
-    return Counters(engine="sglang", tokens=tokens, mean=mean, uncounted=COUNTED)
+    return Counters(engine="sglang", tokens=page.total(_SGLANG), mean=page.mean(_MEAN), uncounted=COUNTED)
 
 
 def _tgi(page: Page) -> Counters:
@@ -397,27 +497,38 @@ def _tgi(page: Page) -> Counters:
     )
 
 
-_VLLM, _LLAMA_CPP = "vllm:generation_tokens", "llamacpp:tokens_predicted"
-# By a name that only the page of one engine has: its reader.
-READERS: dict[str, Callable[[Page], Counters]] = {
-    _VLLM: partial(_spec_decode, engine="vllm", prefix="vllm", tokens=_VLLM),
-    "sglang:generation_tokens": _sglang,
-    "tgi_request_skipped_tokens_count": _tgi,
-    _LLAMA_CPP: partial(_spec_decode, engine="llama.cpp", prefix="llamacpp", tokens=_LLAMA_CPP),
+_VLLM, _SGLANG, _LLAMA_CPP = "vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted"
+_MEAN, _STARTED = "sglang_spec_accept_length", "process_start_time_seconds"
+# By a name that only the page of one engine has: its reader, and how the names of its counters begin.
+READERS: dict[str, tuple[Callable[[Page], Counters], tuple[str, ...]]] = {
+    _VLLM: (partial(_spec_decode, engine="vllm", prefix="vllm", tokens=_VLLM), (_VLLM, "vllm:spec_decode_num")),
+    _SGLANG: (_sglang, (_SGLANG,)),
+    "tgi_request_skipped_tokens_count": (_tgi, ("tgi_request_skipped_tokens", "tgi_request_generated_tokens")),
+    _LLAMA_CPP: (
+        partial(_spec_decode, engine="llama.cpp", prefix="llamacpp", tokens=_LLAMA_CPP),
+        (_LLAMA_CPP, "llamacpp:spec_decode_num"),
+    ),
 }
 
 
-def read_counters(text: str) -> Counters:
+def read_counters(text: str) -> PageCounters:
     """Return the counters of drafting on a page of metrics.
 
     Raises:
         BadInputError: it is no page of metrics, or that of an engine which is not known.
     """
     page = Page.parsed(text)
-    for name, read in READERS.items():
-        if page.values(name):
-            return replace(read(page), started=page.mean("process_start_time_seconds"))
-    raise BadInputError(
-        f"no engine that is known has this page of metrics: none of {', '.join(READERS)} is on it. Start the engine "
-        "with its metrics on (SGLang: --enable-metrics; llama.cpp: --metrics)."
-    )
+    known = [name for name in READERS if page.values(name)]
+    if len(known) != 1:
+        raise BadInputError(
+            f"this page of metrics is of several kinds of engines: it has {', '.join(known)}. Give the URL of one."
+            if known
+            else f"no engine that is known has this page of metrics: none of {', '.join(READERS)} is on it. Start the "
+            "engine with its metrics on (SGLang: --enable-metrics; llama.cpp: --metrics)."
+        )
+    read, counted = READERS[known[0]]
+    whole, parts = read(page), {}
+    for labels, own in page.by_labels(counted).items():
+        started = own.only(f"{known[0]}_created") or own.only(_STARTED)
+        parts[labels] = replace(read(own), model=own.model, started=started, uncounted=whole.uncounted)
+    return PageCounters(whole.engine, parts)

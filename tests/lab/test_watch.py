@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,10 +28,11 @@ from outrider.lab.watching import (
     save_states,
 )
 from outrider.scripts.cli import app
-from outrider.serving.engine import Counters, read_counters, read_metrics
+from outrider.serving.engine import read_counters, read_metrics
 from outrider.serving.reference_run import DraftCounts
 
 from ..serving.conftest import Server, answer
+from ..serving.test_counters import written
 
 LIMITS = WatchLimits(window=100)
 
@@ -108,8 +110,8 @@ def test_an_engine_that_goes_away_is_said_once_and_once_that_it_is_back(start_se
     seen = [*look(watch, server), *watch.silent("gone"), *watch.silent("gone still")]
     watch = EngineWatch(WatchState.model_validate(watch.state.model_dump(mode="json")), LIMITS)  # the next cron job
     seen += [*watch.silent("gone still"), *look(watch, server), *look(watch, server)]
-    assert [e.kind for e in seen] == ["silent", "back"]
-    assert ["no answer: gone" in str(seen[0]), "answers again" in str(seen[1])] == [True, True]
+    assert [e.kind for e in seen] == ["appeared", "silent", "back"]
+    assert ["no answer: gone" in str(seen[1]), "answers again" in str(seen[2])] == [True, True]
 
 
 def test_a_restart_is_noticed_and_raises_no_alarm(watched):
@@ -126,8 +128,47 @@ def test_what_was_counted_before_the_watch_began_is_nobodys_window(start_server)
     server = start_server()
     serve(server, 0.6, 40)
     watch = EngineWatch(WatchState(url=server.url), LIMITS)
-    assert look(watch, server) == []
+    assert [e.kind for e in look(watch, server)] == ["appeared"]
     assert watch.state.windows == 0
+
+
+def lines_of(state: Path, *arguments: object) -> list[str]:
+    """Return what one look says, without the moment and the URL."""
+    found = run(*arguments, "--once", "--state", state)
+    assert found.exit_code == 0, found.output
+    return [line.split(" ", 2)[2] for line in found.stdout.splitlines()]
+
+
+def test_engines_and_models_on_one_page_are_counted_for_themselves_and_shown(start_server, tmp_path):
+    server, state = start_server(), tmp_path / "watch.json"
+    a, b, other = 'engine="0",model_name="m"', 'engine="1",model_name="m"', 'engine="0",model_name="n"'
+    server.metrics.page = lambda: written({a: (10**6, 10**6), b: (10**6, 10**6), other: (10, 10)})
+    assert lines_of(state, server.url) == [f"counters appeared: vllm {{{a}}} and {{{b}}} and {{{other}}}"]
+    assert lines_of(state, server.url, "--model", "m") == [f"counters appeared: vllm {{{a}}} and {{{b}}}"]
+    server.metrics.page = lambda: written({a: (1_001_000, 1_002_000), b: (50, 100), other: (1010, 10)})
+    fresh = f"started anew: vllm {{{b}}}"
+    assert lines_of(state, server.url) == [fresh, "τ 2.024 in 2050 rounds (learning)"]
+    assert lines_of(state, server.url, "--model", "m") == [fresh, "τ 3.000 in 1050 rounds (learning)"]
+    server.metrics.page = lambda: written({a: (1_001_000, 1_002_000), other: (1010, 10)})
+    assert lines_of(state, server.url, "--model", "m") == [f"counters went: vllm {{{b}}}"]
+    assert lines_of(state, server.url, "--model", "m") == [], "it is said once"
+
+
+def test_a_model_that_is_not_there_is_refused_at_the_first_look(start_server):
+    found = run(start_server().url, "--model", "tarjet")
+    assert found.exit_code == 2
+    assert "no counters of 'tarjet'; it has those of target" in " ".join(found.output.split())
+
+
+def test_a_state_of_sums_over_labels_goes_on_from_its_next_look(tmp_path):
+    """Earlier versions kept them so; what was learned and found stays."""
+    file = tmp_path / "watch.json"
+    save_states(file, [WatchState(url="http://x", windows=7, alarms=1)])
+    state = json.loads(file.read_text())
+    state[0]["seen"] = {"rounds": 10.0, "drafted": 40.0, "accepted": 5.0, "by_position": [5.0], "engine": "vllm"}
+    file.write_text(json.dumps(state))
+    with kept_states(file, ["http://x"], None) as (read,):
+        assert (read.seen, read.windows, read.alarms) == (None, 7, 1)
 
 
 def test_single_looks_find_the_same_as_one_long_watch(watched, tmp_path, start_server):
@@ -203,11 +244,9 @@ def test_another_baseline_begins_the_test_anew(tmp_path):
     file = tmp_path / "watch.json"
     old = NormalDrafting(tau=2.2, spread=1.2, rounds=20_000, source="version 1")
     new = old.model_copy(update={"tau": 2.6, "source": "version 2"})
-    save_states(
-        file, [WatchState(url="http://x", baseline=old, sums=CusumState(fall=5.0), seen=Counters(engine="vllm"))]
-    )
+    save_states(file, [WatchState(url="http://x", baseline=old, sums=CusumState(fall=5.0), seen=PageCounters("vllm"))])
     with kept_states(file, ["http://x"], new) as (state,):
-        assert (state.baseline, state.sums, state.seen) == (new, CusumState(), Counters(engine="vllm"))
+        assert (state.baseline, state.sums, state.seen) == (new, CusumState(), PageCounters("vllm"))
     with kept_states(file, ["http://x"], None) as (state,):
         assert state.baseline == new, "without --pair it goes on"
 

@@ -49,7 +49,7 @@ def test_a_hostile_answer_is_one_sentence_soon(hostile: Hostile, path: str, answ
 
 def test_a_server_that_answers_as_it_should_is_understood(hostile: Hostile) -> None:
     asked = Engine(hostile.url, "k3y")
-    assert asked.counters().by_position == (3, 0)
+    assert asked.counters().since(None).by_position == (3, 0)
     assert asked.complete([1, 2], 64).tokens == tuple(TOKENS)
     assert {path: headers["Authorization"] for path, headers in hostile.seen} == dict.fromkeys(
         hostile.answers, "Bearer k3y"
@@ -191,4 +191,4 @@ def test_what_is_within_the_limits_is_read_whole(hostile: Hostile) -> None:
     with pytest.raises(BadInputError, match="sends more than"):
         ask(f"{hostile.url}/x", limits=AnswerLimits(num_bytes=999))
     many = "".join(f'vllm:x{{a="{i}"}} 1\n' for i in range(20_000))
-    assert read_counters(VLLM + many).tokens == 5
+    assert read_counters(VLLM + many).since(None).tokens == 5

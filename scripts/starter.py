@@ -22,9 +22,11 @@ from ..recipes import Recipe, embedded_file
 from .output import print_lines
 
 SMALL = 5e8  # parameters, below which a run is minutes of one machine
-_TOKENS, _FEW = 64_000, 4  # tokens from which a vocabulary is pruned; layers below which there are no three taps
+_TOKENS, _FEW = 32_000, 4  # tokens above which a vocabulary is pruned; layers below which there are no three taps
 _GPUS = ("/dev/nvidia0", "/dev/kfd")
 
+# Families whose configs leave out that input and output embeddings are one.
+_TIED = ("bloom", "cohere", "falcon", "gemma", "gpt2", "gpt_bigcode", "lfm2", "mpt", "opt", "smollm3", "starcoder2")
 _RECURRENT = ("linear_attention", "mamba", "conv", "recurrent")  # kinds of layers
 
 
@@ -34,10 +36,12 @@ class ModelFacts:
 
     hidden: int
     layers: int
+    attention: int  # parameters of one layer's
     width: int  # of a dense layer's MLP, or of one expert where there is nothing else
     experts: int
     expert_width: int
     vocabulary: int
+    is_tied: bool  # one matrix is both embeddings
     context: int
     dtype: str
     draws: dict[str, Any]  # how it advises to be sampled
@@ -63,8 +67,13 @@ class ModelFacts:
         asked, tokenizer = (_values(folder / name) for name in (GENERATION_CONFIG, "tokenizer_config.json"))
         draws = {name: asked[name] for name in ("temperature", "top_p", "top_k") if asked.get(name)}
         dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32")
+        hidden, heads = number("hidden_size", "n_embd", "d_model"), number("num_attention_heads", "n_head") or 1
+        head_dim = number("head_dim") or hidden // heads
+        tied = values.get("tie_word_embeddings", whole.get("tie_word_embeddings"))
         facts = cls(
-            hidden=number("hidden_size", "n_embd", "d_model"),
+            hidden=hidden,
+            attention=2 * hidden * head_dim * (heads + (number("num_key_value_heads") or heads)),
+            is_tied=str(values.get("model_type")).startswith(_TIED) if tied is None else bool(tied),
             layers=number("num_hidden_layers", "n_layer", "n_layers"),
             width=number("intermediate_size", "n_inner"),
             experts=number("num_experts", "num_local_experts", "n_routed_experts"),
@@ -88,7 +97,8 @@ class ModelFacts:
         """About as many as it has."""
         dense = 3 * self.hidden * (self.width or 4 * self.hidden)
         mlp = 3 * self.hidden * self.expert_width * self.experts if self.experts else dense
-        return float(self.layers * (4 * self.hidden**2 + mlp) + 2 * self.vocabulary * self.hidden)
+        embeddings = self.vocabulary * self.hidden * (1 if self.is_tied else 2)
+        return float(self.layers * (self.attention + mlp) + embeddings)
 
 
 # Lines whose place is filled with nothing are left out.
@@ -119,7 +129,7 @@ training: # any field of transformers.TrainingArguments
   lr_scheduler_type: cosine
   report_to: none # or wandb, tensorboard, trackio; `outrider doctor` says which are installed
 eval:
-  suites: [code, {beside}] # or files of your own prompts, which training must not see
+  suites: [{suites}] # {whose}
   depth: {depth} # `outrider tune` finds the best one
   max_new_tokens: {measured}
 """
@@ -146,11 +156,15 @@ def starter(target: str, prompts: list[str] | None = None) -> str:
     folder = embedded_file("target/config.json").parent if is_ours else model_folder(target, weights=False)
     facts, name = ModelFacts.of(folder), re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(target).name).strip("-_.")
     small, room = facts.parameters < SMALL, facts.context or 4096
-    kind, beside = "eagle3" if facts.layers >= _FEW else "eagle1", "docs" if facts.has_template else "prose"
+    kind = "eagle3" if facts.layers >= _FEW else "eagle1"
+    # What is packaged speaks of Python: raw code, raw text (prose), and chats that ask for a function (docs).
+    packaged = ["code", "docs"] if is_ours else ["docs", "prose"] if facts.has_template else ["code", "prose"]
     asked = min(256 if small else 1024, room // 2)
     here = "with a GPU" if any(Path(device).exists() for device in _GPUS) else "without a GPU"
-    own = f"[embedded:code, embedded:{beside}] # FILL IN your own: .jsonl, .parquet or .txt, a folder, org/data:split"
-    pruned, scaled = facts.vocabulary >= _TOKENS and kind == "eagle3", small or kind == "eagle1"
+    sources = ", ".join(f"embedded:{name}" for name in packaged)
+    own = f"[{sources}] # FILL IN your own: .jsonl, .parquet or .txt, a folder, org/data:split"
+    pruned, scaled = facts.vocabulary > _TOKENS and kind == "eagle3", small or kind == "eagle1"
+    outputs = min(_TOKENS, facts.vocabulary // 2048 * 1024)  # half of them, as in the packaged recipes
     filled = _RECIPE.format(
         about=f"{facts.parameters / 1e6:.3g}M" if small else f"{facts.parameters / 1e9:.2g}B",
         here=here if small or "out" not in here else f"{here}: take another one for the training",
@@ -162,7 +176,7 @@ def starter(target: str, prompts: list[str] | None = None) -> str:
         dtype="float32 # exact enough to compare runs" if small else facts.dtype,
         depth=3 if small else 5,
         norms=_SCALES[kind] if scaled else "",
-        draft_vocab_size=f"draft_vocab_size: 32000 # of {facts.vocabulary:,}; `outrider lab vocab` measures it"
+        draft_vocab_size=f"draft_vocab_size: {outputs} # of {facts.vocabulary:,}; `outrider lab vocab` measures it"
         if pruned
         else "",
         intermediate_size=f"intermediate_size: {4 * facts.hidden} # its layer is dense, the target's experts smaller"
@@ -177,7 +191,8 @@ def starter(target: str, prompts: list[str] | None = None) -> str:
         if facts.draws
         else "{temperature: 0.0} # sample as you will serve",
         training=_SHORT if small else _LONG,
-        beside=beside,
+        suites=", ".join(packaged),
+        whose=f"{'or' if is_ours else 'FILL IN'} files of your own prompts, which training must not see",
         measured=min(128, room - asked),
     )
     text = "".join(line for line in filled.splitlines(keepends=True) if line.strip())
@@ -207,6 +222,7 @@ def init(
     text = starter(target, prompts)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text)
-    fill = "" if prompts else "fill in data.prompts, then "
+    places = ["data.prompts"] * (not prompts) + ["eval.suites"] * (target != "embedded")
+    fill = f"fill in {' and '.join(places)}, then " if places else ""
     verbs = ", ".join(f"`outrider {verb.format(out)}`" for verb in ("plan {}", "train {}", "eval {} --quick"))
     print_lines([f"[green]✓[/green] {escape(f'{out}: {fill}{verbs}')}"])

@@ -28,7 +28,7 @@ from outrider.lab.watching import (
     save_states,
 )
 from outrider.scripts.cli import app
-from outrider.serving.engine import read_counters, read_metrics
+from outrider.serving.engine import PageCounters, read_counters, read_metrics
 from outrider.serving.reference_run import DraftCounts
 
 from ..serving.conftest import Server, answer

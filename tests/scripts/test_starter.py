@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.recipes import load_recipe
-from outrider.scripts.starter import starter
+from outrider.scripts.starter import ModelFacts, starter
 from outrider.train.resource_estimate import plan
 
 from ..targets.small_models import SIZES, VISION
@@ -52,6 +53,7 @@ def test_a_starter_recipe_can_be_planned(kind: str, outrider: Command, tmp_path:
         ),
         ({"num_hidden_layers": 8, "hidden_size": 64}, ["norm_taps: true", "norm_output: true"]),
         ({"vocab_size": 32_000}, ["!draft_vocab_size"]),
+        ({"vocab_size": 49_152}, ["draft_vocab_size: 24576 # of 49,152"]),
         ({"num_experts": 64, "moe_intermediate_size": 512, "intermediate_size": None}, ["intermediate_size: 16384"]),
         ({"mtp_num_hidden_layers": 1}, ["{type: mtp, init: native}"]),
         ({"layer_types": ["linear_attention", "full_attention"]}, ["leave eval.width at 1"]),
@@ -76,7 +78,41 @@ def test_sampling_is_what_the_model_advises(tmp_path: Path) -> None:
 def test_a_target_without_a_chat_template_is_given_raw_text(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}')
     assert "prompts: [embedded:code, embedded:prose]" in starter(str(tmp_path))
-    assert "suites: [code, docs]" in starter("embedded")
+    assert "suites: [code, docs] # or files" in starter("embedded")
+
+
+def test_a_chat_model_is_not_taken_for_one_of_code(outrider: Command, tmp_path: Path) -> None:
+    AutoConfig.for_model("llama", **TEXT).save_pretrained(tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    said = words(outrider("init", tmp_path / "chat", "--out", tmp_path / "my.yaml", "--prompts", "embedded:docs"))
+    assert "fill in eval.suites" in said
+    assert "suites: [docs, prose] # FILL IN files of your own prompts" in (tmp_path / "my.yaml").read_text()
+
+
+WIDE = TEXT | {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+WIDE |= {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "tied by its family": ("gemma3_text", {}),
+    "heads of their own width": ("qwen3", {"head_dim": 128}),
+    "experts": ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 256}),
+    "images beside": ("gemma3", {"text_config": WIDE, "vision_config": VISION, "mm_tokens_per_image": 4}),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_parameters_are_about_those_of_the_model(case: str, tmp_path: Path) -> None:
+    kind, changes = COUNTED[case]
+    config = AutoConfig.for_model(kind, **(changes if kind == "gemma3" else WIDE | changes))
+    config.save_pretrained(tmp_path)
+    if "family" in case:
+        values = json.loads((tmp_path / "config.json").read_text())
+        values.pop("tie_word_embeddings", None)
+        (tmp_path / "config.json").write_text(json.dumps(values))
+    with torch.device("meta"):
+        counted = AutoModelForCausalLM.from_config(config).num_parameters()
+    assert ModelFacts.of(tmp_path).parameters == pytest.approx(counted, rel=0.01)
 
 
 def test_what_is_no_model_is_refused(outrider: Command, tmp_path: Path) -> None:

@@ -255,6 +255,9 @@ def test_files_that_are_named_exist(page: Path) -> None:
     rooms = "|".join(["benchmarks", "tests", "docs", *(p.parent.name for p in ROOT.glob("*/__init__.py"))])
     named = set(re.findall(rf"`((?:{rooms})/[\w/.-]+)`", text_of(page)))
     assert [n for n in named if not (ROOT / n).exists()] == []
+    files = {file.name for room in rooms.split("|") for file in (ROOT / room).rglob("*.*")}
+    bare = set(re.findall(r"(?<![\w/.-])([\w-]+\.(?:py|sh))\b", text_of(page)))
+    assert bare - files == set()
     results = set(re.findall(r"`([\w.-]+-[\w.-]+\.json)`", text_of(page)))
     kept = {file.name for kind in ("results", "archive/*") for file in RESULTS.parent.glob(f"{kind}/*.json")}
     assert results - kept == set()
@@ -274,6 +277,14 @@ def test_every_figure_with_an_interval_stands_on_the_results_page(page: Path) ->
 def test_every_folder_of_code_is_on_the_map() -> None:
     mapped = set(re.findall(r"^\| `(\w+)/` \|", text_of(ROOT / "docs/developers/house.md"), flags=re.MULTILINE))
     assert mapped == {p.parent.name for p in ROOT.glob("*/__init__.py")} | {"benchmarks", "tests", "docs"}
+
+
+def test_every_module_that_the_map_names_in_a_room_is_there() -> None:
+    rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", text_of(ROOT / "docs/developers/house.md"), flags=re.MULTILINE)
+    for room, said in rows:
+        there = {path.name for path in (ROOT / room).rglob("*")}
+        named = set(re.findall(r"`([a-z_]+)(?:\.py|/)?`", said)) - {"outrider"}
+        assert [name for name in named if not {name, f"{name}.py"} & there] == [], room
 
 
 def test_every_exit_code_is_explained() -> None:

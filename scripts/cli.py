@@ -248,7 +248,7 @@ def train(
     adapter = None if result.adapter_folder is None else str(result.adapter_folder)
     console.print(
         f"drafter after {result.steps} steps: [bold]{escape(str(result.drafter_folder))}[/bold]"
-        f"{escape(held_out_taus(result.metrics))}"
+        f"{escape(held_out_taus(result.metrics, result.kept))}"
     )
     if adapter is not None:
         console.print(f"for the target with the adapter [bold]{escape(adapter)}[/bold], which it was trained with")

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(given: argparse.Namespace, console: Console | None) -> str:
     result = train(load_recipe(given.recipe, given.overrides), resume=not given.fresh, console=console)
-    return f"drafter after {result.steps} steps: {result.drafter_folder}{held_out_taus(result.metrics)}"
+    return f"drafter after {result.steps} steps: {result.drafter_folder}{held_out_taus(result.metrics, result.kept)}"
 
 
 if __name__ == "__main__":

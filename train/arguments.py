@@ -132,6 +132,10 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     unset_hf_deepspeed_config()  # else ZeRO stage 3 would take apart any model that is loaded from now on: the target
     if with_muon:
         args.optim = muon.NAME  # not one of the library's names; DrafterTrainer knows it
+    if "load_best_model_at_end" not in recipe.training:
+        # The trainer saves what is better than all before it: steps of saving need not be those of evaluating.
+        saves = args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH) and not args.save_only_model
+        args.load_best_model_at_end = saves and args.eval_strategy != IntervalStrategy.NO
     if args.n_gpu > 1:
         _log.warning(
             "%d GPUs are visible but this is one process: training on %s only. Use `accelerate launch --multi_gpu "
@@ -175,16 +179,13 @@ def _check_scheduler(args: TrainingArguments) -> None:
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
     """Return our defaults for settings that the recipe leaves out; steps below 1 are fractions of the training."""
-    has_gpu, evaluates, patience = torch.cuda.is_available(), recipe.data.holdout > 0, recipe.eval.patience
-    keeps_best = patience is not None or bool(recipe.training.get("load_best_model_at_end"))
+    has_gpu, evaluates = torch.cuda.is_available(), recipe.data.holdout > 0
     best: dict[str, Any] = {}
-    # Evaluations that decide what is kept, or how it goes on, have a metric, and are never cut short by a signal.
-    if keeps_best or recipe.training.get("lr_scheduler_type") == "reduce_lr_on_plateau":
-        # Which way is better, transformers tells by the name, also by another one that the recipe may give.
-        best = {"metric_for_best_model": f"eval_{MEASURED}"} if recipe.eval.training_prompts else {}
-    if patience is not None:
-        # The best checkpoint is one that was evaluated.
-        best |= {"load_best_model_at_end": True, "save_steps": recipe.training.get("eval_steps", 0.25)}
+    # Which way is better, transformers tells by the name, also by another one that the recipe may give.
+    if evaluates and recipe.eval.training_prompts:
+        best = {"metric_for_best_model": f"eval_{MEASURED}"}
+    elif evaluates and recipe.training.get("lr_scheduler_type") != "reduce_lr_on_plateau":  # which waits for a fall
+        best = {"metric_for_best_model": "eval_tau"}
     return {
         "output_dir": str(recipe.output_folder / "checkpoints"),
         "run_name": recipe.name,

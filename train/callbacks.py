@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,41 @@ def taus(metrics: Mapping[str, Any], prefix: str) -> list[str]:
     return [words.format(metrics[prefix + name]) for name, words in known if prefix + name in metrics]
 
 
-def held_out_taus(metrics: Mapping[str, Any]) -> str:
+@dataclass(frozen=True)
+class KeptWeights:
+    """The weights that a training leaves, among those that were evaluated on held-out rows.
+
+    Attributes:
+        step: after which they were. name: of the figure that they were chosen by.
+        figures: by step, of all evaluations. greater: a greater one is better.
+    """
+
+    step: int
+    name: str
+    figures: dict[int, float]
+    greater: bool = True
+
+    def __str__(self) -> str:
+        """Return how they were chosen; "" without figures."""
+        if len(self.figures) < 2:
+            once = ", of one evaluation: whether a drafter before the end was better is not known"
+            return once if self.figures else ""
+        best = (max if self.greater else min)(self.figures, key=lambda step: self.figures[step])
+        last = max(self.figures)
+        if self.figures[best] != self.figures[self.step]:
+            said = f"{self.name} was {self.figures[best]:.3f} after step {best}, whose weights were not kept"
+            return f"; {said} (training.load_best_model_at_end)"
+        chosen = f", the best of {len(self.figures)} evaluations by {self.name}"
+        if self.step == last:
+            return chosen
+        return f"{chosen}, after step {self.step} ({self.figures[self.step]:.3f}; {self.figures[last]:.3f} at the end)"
+
+
+def held_out_taus(metrics: Mapping[str, Any], kept: KeptWeights | None = None) -> str:
     """Return the end of a training's last line: the figures called τ on held-out rows; "" without any."""
     found = taus(metrics, "eval_")
     unmeasured = "" if f"eval_{MEASURED}" in metrics else "; `outrider eval` measures it"
-    return f"; held out: {', '.join(found)}{unmeasured}" if found else ""
+    return f"; held out: {', '.join(found)}{kept or ''}{unmeasured}" if found else ""
 
 
 TABLE = "drafted"

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from safetensors import SafetensorError
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from ..common import BadInputError, Refusal, digests
 from ..common.atomic import CannotWriteError, clear_away, failure, move, readable_bytes, write_atomically
@@ -78,6 +78,15 @@ def require_own_state(folder: Path) -> None:
     if not fits:
         expected = f"that of {folder.name}"
         raise Refusal.of(folder / STATE, found, expected, "Remove this checkpoint, or start over (--fresh).")
+
+
+def lacks_evaluation(folder: Path, args: TrainingArguments) -> bool:
+    """Tell whether a request to stop took from a checkpoint its evaluation, or cut it short."""
+    state = state_of(folder)
+    entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
+    is_due = args.eval_strategy == IntervalStrategy.STEPS and state.global_step % state.eval_steps == 0
+    is_due = is_due or any("eval_runtime" in entry for entry in entries)
+    return is_due and not any("eval_loss" in entry for entry in entries)
 
 
 def best_before(folder: Path) -> Path:

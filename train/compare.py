@@ -223,7 +223,9 @@ def _train(recipe: Recipe, seconds: float, target: Target, console: Console | No
     finally:
         if theirs is None and (run := _wandb_run()) is not None:
             run.finish()  # else transformers would report the next training to the same run
-    _log.info("%s: %d steps in %g seconds%s", recipe.name, result.steps, seconds, held_out_taus(result.metrics))
+    _log.info(
+        "%s: %d steps in %g seconds%s", recipe.name, result.steps, seconds, held_out_taus(result.metrics, result.kept)
+    )
 
 
 def _wandb_run() -> Any:

@@ -146,8 +146,24 @@ class HookedTrainer(Trainer, ABC):
             with refuse_unreadable_states(checkpoint):
                 super()._load_scaler(checkpoint)
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Save the best evaluation so far, wherever it falls; one that was cut short has no figures, and is none."""
+        name = str(self.args.metric_for_best_model or "").removeprefix("eval_")
+        if f"eval_{name}" not in metrics:
+            return False
+        is_best = bool(super()._determine_best_metric(metrics, trial))
+        self.control.should_save |= is_best and self.args.load_best_model_at_end
+        return is_best
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        """Let an evaluation before the first step count, too, where it makes up for one that was cut short."""
+        metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        if skip_scheduler and self.state.global_step:
+            self._determine_best_metric(metrics, trial)
+        return metrics
+
     def _load_best_model(self) -> None:
-        self.checkpoint_io.load_weights(Path(self.state.best_model_checkpoint or ""))
+        """Leave the last weights: which are kept is decided when those were evaluated, too."""
 
     def count_labels(self, columns: list[str]) -> None:
         """Let the base class count the labels of a global batch, whose `columns` all reach the collator."""

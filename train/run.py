@@ -3,7 +3,7 @@
 <output>/data/          the target's responses (distill)
 <output>/features/      its hidden states, with `data.features: cached`
 <output>/checkpoints/   checkpoint-*/: a loadable drafter each, and what continuing needs
-<output>/drafter/       the result: config.json, model.safetensors
+<output>/drafter/       the result, the best of the evaluated weights: config.json, model.safetensors
 <output>/adapter/       with `joint`: a PEFT adapter, which belongs to the target that the drafter drafts for
 <output>/recipe.yaml    the recipe, every default written out
 <output>/provenance.json
@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
-from ..common import BadInputError
+from ..common import BadInputError, digests
 from ..common.atomic import keeping
 from ..common.digests import save_whole
 from ..common.locks import locked
@@ -44,8 +44,8 @@ from ..targets import Target
 from ..targets.fingerprint import digest_files
 from ..targets.images import StoredImages
 from . import checkpoints, provenance
-from .arguments import packing_of
-from .callbacks import Reports, finish_reports
+from .arguments import MEASURED, packing_of
+from .callbacks import KeptWeights, Reports, finish_reports
 from .check import check, check_by_configs, check_recomputes, check_with_target
 from .data import Batches, CachedBatches, OnlineBatches, PackedBatches, Packs, Rows, split, token_counts
 from .decoding import MeasuredTau, OnPolicy
@@ -71,6 +71,7 @@ class TrainResult:
         drafter_folder: load it with `outrider.heads.load_drafter`.
         metrics: `eval_loss`, `eval_tau`, … on the held-out rows, and `train_loss`, `train_runtime` (seconds).
         steps: optimizer steps in all, those before a resume included.
+        kept: after which step the drafter's weights were, and how they were chosen.
         adapter_folder: of the target after joint training (`Target.load(…, adapter=adapter_folder)`), else None.
     """
 
@@ -78,6 +79,7 @@ class TrainResult:
     metrics: dict[str, Any]
     steps: int
     adapter_folder: Path | None = None
+    kept: KeptWeights | None = None
 
 
 def train(
@@ -174,8 +176,8 @@ def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, secon
             check_same_budget(start, seconds)
         if is_main:
             checkpoints.remove_broken(folder, start)
-            if start is not None and not args.load_best_model_at_end:  # a kill may have come before this
-                checkpoints.rotate(folder, args.save_total_limit, None)
+            if start is not None:  # a kill may have come before this
+                checkpoints.rotate(folder, args.save_total_limit, str(checkpoints.best_before(start)))
     args.distributed_state.wait_for_everyone()
     if is_main:
         provenance.write_recipe(recipe, output)
@@ -210,7 +212,8 @@ class _Training:
         training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts, recipe.data.verified > 0)
         if recipe.data.holdout > 0 and not len(held_out):
             rows = f"{len(training)} rows, data.holdout {recipe.data.holdout:g}"
-            if self.args.load_best_model_at_end and self.seconds is None:
+            asked = recipe.eval.patience is not None or recipe.training.get("load_best_model_at_end")
+            if asked and self.seconds is None:
                 raise BadInputError(
                     f"no row is held out ({rows}), by which eval.patience or training.load_best_model_at_end would "
                     "choose; give more prompts, or hold out a larger share."
@@ -284,7 +287,9 @@ class _Training:
         """Train from the checkpoint `start` to the end, evaluate, and write the result."""
         began = time.monotonic()
         steps, metrics = self._train(trainer, start)
-        metrics |= self._held_out(trainer, steps)
+        held_out = self._held_out(trainer, steps)
+        kept = self._keep_best(trainer, steps, held_out)
+        metrics |= self._logged(trainer, kept.step) or held_out
         folder = self.recipe.output_folder / "drafter"
         drafter = trainer.form.whole_in_first()
         peaks = trainer.processes.gather(peak_bytes(self.args.device))
@@ -295,7 +300,7 @@ class _Training:
                 trainer.joint.adapter.remove()  # from the target: its own weights name it
             save_whole(drafter, folder)
             facts = self._facts(trainer, steps, time.monotonic() - began) | {"metrics": metrics}
-            facts["training"]["peak_bytes"] = peaks
+            facts["training"] |= {"peak_bytes": peaks, "kept_step": kept.step}
             if adapter is not None:
                 facts["adapter"] = {"files": digest_files(adapter)}
             provenance.write_provenance(self.recipe.output_folder, self.target, data, facts)
@@ -303,21 +308,21 @@ class _Training:
         self.args.distributed_state.wait_for_everyone()
         # accelerate wraps mixed precision around the instance's `forward`; the caller may use the drafter again.
         vars(trainer.drafter.eval()).pop("forward", None)
-        return TrainResult(folder, metrics, steps, adapter)
+        return TrainResult(folder, metrics, steps, adapter, kept)
 
     def _train(self, trainer: DrafterTrainer, start: Path | None) -> tuple[int, dict[str, Any]]:
         """Return the steps in all and the trainer's own figures; a finished run is loaded, not trained further."""
         budget = trainer.budget
         if start is not None and trainer.is_end(start):
             _log.warning("%s is the end of this run: nothing is left to train.", start)
-            best = checkpoints.best_before(start) if self.args.load_best_model_at_end else start
-            trainer.checkpoint_io.load_weights(best)
+            trainer.checkpoint_io.load_weights(start)
             if budget is not None:
                 budget.clock.spent = saved_clock(start)["spent"]
-            trainer.state.global_step = checkpoints.step_of(start)  # which the evaluation's line names
+            trainer.look_back(start)
             return trainer.state.global_step, {}
         if start is not None:
             _log.warning("continuing from %s", start)
+            self.args.eval_on_start |= checkpoints.lacks_evaluation(start, self.args)
         name, shown = f"training {self.recipe.name}", self.console or VisibleConsole(stderr=True)
         has_bar = self.args.process_index == 0 and not self.args.disable_tqdm
         steps = trainer.steps.watched(shown if has_bar else None, name)
@@ -332,13 +337,38 @@ class _Training:
         return result.global_step, dict(result.metrics)
 
     def _held_out(self, trainer: DrafterTrainer, steps: int) -> dict[str, Any]:
-        """Return the final weights' metrics on the held-out rows: the last evaluation's if it was of these weights."""
+        """Return the last weights' metrics on the held-out rows: the last evaluation's if it was of these weights."""
         if not len(trainer.data.held_out):
             return {}
-        logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry and entry["step"] == steps]
-        if logged and not self.args.load_best_model_at_end:
-            return {name: value for name, value in logged[-1].items() if name.startswith("eval_")}
-        return trainer.evaluate()
+        return self._logged(trainer, steps) or trainer.evaluate()
+
+    @staticmethod
+    def _logged(trainer: DrafterTrainer, step: int) -> dict[str, Any]:
+        """Return the metrics of the evaluation after a step; {} if there was none."""
+        logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry and entry["step"] == step]
+        return {name: value for name, value in logged[-1].items() if name.startswith("eval_")} if logged else {}
+
+    def _keep_best(self, trainer: DrafterTrainer, steps: int, held_out: dict[str, Any]) -> KeptWeights:
+        """Load the weights of the best evaluation, unless those after the last step are better; say which are kept."""
+        args, state = self.args, trainer.state
+        measured = f"eval_{MEASURED}" if f"eval_{MEASURED}" in held_out else "eval_tau"
+        name = f"eval_{str(args.metric_for_best_model or measured).removeprefix('eval_')}"
+        figures = {int(entry["step"]): entry[name] for entry in state.log_history if name in entry}
+        greater = args.greater_is_better is not False
+        kept = KeptWeights(steps, name.removeprefix("eval_"), figures, greater)
+        if held_out and not figures:
+            _log.warning("no evaluation has %s, by which the best weights are chosen: the last ones are kept.", name)
+        best = state.best_global_step
+        if not args.load_best_model_at_end or not best or best == steps:
+            return kept
+        if name in held_out and (held_out[name] > state.best_metric if greater else held_out[name] < state.best_metric):
+            return kept
+        folder = Path(args.output_dir or "") / f"{checkpoints.PREFIX}{best}"
+        if digests.problems(folder):
+            _log.warning("%s, the best checkpoint, is missing or damaged; the last weights are kept.", folder)
+            return kept
+        trainer.checkpoint_io.load_weights(folder)
+        return replace(kept, step=best)
 
     def _facts(self, trainer: DrafterTrainer, steps: int, seconds: float) -> dict[str, Any]:
         """Return the entries of provenance.json about the drafter and its training."""

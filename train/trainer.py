@@ -267,8 +267,22 @@ class DrafterTrainer(HookedTrainer):
             return saved_clock(checkpoint).get("spent", 0.0) >= self.budget.clock.seconds
         if checkpoints.step_of(checkpoint) >= self.planned_steps():
             return True
-        waiting = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
-        return any(callback.is_over(checkpoints.state_of(checkpoint)) for callback in waiting)
+        return any(callback.is_over(checkpoints.state_of(checkpoint)) for callback in self.waits)
+
+    @property
+    def waits(self) -> list[Patience]:
+        """The callbacks that end the training after evaluations that were no better."""
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
+
+    def look_back(self, checkpoint: Path) -> None:
+        """Take over what a finished training's last checkpoint knows of its evaluations, but that of its last step."""
+        state, own = checkpoints.state_of(checkpoint), self.state
+        own.global_step, own.best_metric, own.best_global_step = (
+            state.global_step,
+            state.best_metric,
+            state.best_global_step,
+        )
+        own.log_history = [e for e in state.log_history if "eval_loss" not in e or e["step"] != state.global_step]
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
@@ -361,8 +375,8 @@ class DrafterTrainer(HookedTrainer):
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
         # An evaluation can take longer than a scheduler's grace. But the training's course may depend on it, and after
-        # the training `stop` receives no requests.
-        decides = self.args.metric_for_best_model is not None or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
+        # the training `stop` receives no requests. One that only tells what is best is made up for on resuming.
+        decides = self.waits or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
         sums, may_stop = MetricSums(), self.is_in_train and not decides
         for inputs in dataloader:
             if may_stop and self.stop.is_requested():

@@ -217,6 +217,7 @@ def recipe(tmp_path: Path, data: Path) -> Callable[..., Recipe]:
             "logging_steps": 1,
             "disable_tqdm": True,
             "save_steps": 4,
+            "eval_steps": 4,
         }
         return Recipe.from_dict(
             {

@@ -116,16 +116,18 @@ def test_a_secret_is_refused_and_not_repeated():
 @pytest.mark.parametrize(
     ("training", "metric", "greater"),
     [
-        ({}, None, None),
+        ({}, "eval_measured_tau", True),
         ({"load_best_model_at_end": True}, "eval_measured_tau", True),
         ({"load_best_model_at_end": True, "metric_for_best_model": "loss"}, "loss", False),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "eval_measured_tau", True),
     ],
 )
 def test_a_better_measured_tau_is_a_greater_one_and_a_better_loss_a_smaller_one(recipe, training, metric, greater):
-    """Where nothing is chosen, there is no metric, and an evaluation may be cut short."""
-    settings = {"eval_steps": 4, "save_steps": 4} | training
-    made = recipe(**settings)
+    made = recipe(**training)
+    assert (
+        training_arguments(made).metric_for_best_model
+        == {"eval_measured_tau": "loss" if "lr_scheduler_type" in training else "eval_tau", "loss": "loss"}[metric]
+    ), "what is not measured is no metric; a plateau is waited for in the loss"
     made = made.model_copy(update={"eval": made.eval.model_copy(update={"training_prompts": 4})})
     args = training_arguments(made)
     assert (args.metric_for_best_model, args.greater_is_better) == (metric, greater)

@@ -182,13 +182,33 @@ def test_only_a_damaged_checkpoint_is_called_one(error, raised):
     assert ("Remove this checkpoint" in str(found.value)) == (raised is Refusal)
 
 
-def test_weights_are_read_back_on_resuming_and_for_the_best_checkpoint(make):
+def test_weights_are_read_back_on_resuming_and_the_last_ones_stay(make):
     """`_load_from_checkpoint`, `_load_best_model`."""
     make(max_steps=2).train()
     trainer = make(**BEST)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.of("weights")[0] == "checkpoint-2"
-    assert len(trainer.of("weights")) == 2
+    assert trainer.of("weights") == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_best_evaluation_is_saved_wherever_it_falls(make, keeps):
+    """`_determine_best_metric`, `_evaluate`: one that was made up for before the first step counts, too."""
+    settings = {
+        "eval_steps": 1,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "metric_for_best_model": "loss",
+    }
+    make(max_steps=2, save_steps=2, **settings).train()
+    trainer = make(**settings, eval_strategy="steps", save_steps=4, max_steps=5, eval_on_start=True)
+    trainer.args.load_best_model_at_end = keeps
+    trainer.train(resume_from_checkpoint=True)
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert list(losses) == [2, 3, 4, 5]
+    assert sorted(losses.values(), reverse=True) == list(losses.values())
+    assert trainer.state.best_global_step == 5
+    saved = [name for name, _ in trainer.of("checkpoint")]
+    assert ("checkpoint-3" in saved) == keeps, "no step of saving"
 
 
 def test_a_model_in_parts_is_written_and_continued_in_our_way(make, monkeypatch):

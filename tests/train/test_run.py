@@ -5,6 +5,7 @@ One training per output folder: a second one is refused before it spends anythin
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,10 +21,11 @@ from outrider.distill import distill
 from outrider.heads import Eagle3, Ngram, drafter_config, load_drafter
 from outrider.heads.registry import with_defaults
 from outrider.recipes import Recipe, load_recipe
-from outrider.train import train
+from outrider.train import TrainingInterruptedError, train
+from outrider.train.callbacks import held_out_taus
 from outrider.train.compare import compare
 
-from .conftest import DRAFT_MODEL, EAGLE3, MakeRecipe, history, losses, provenance, train_alike, weights
+from .conftest import DRAFT_MODEL, EAGLE3, MakeRecipe, asked_in, history, losses, provenance, train_alike, weights
 
 
 @pytest.mark.parametrize("drafter", [EAGLE3 | {"draft_vocab_size": 0}, DRAFT_MODEL], ids=["eagle3", "draft_model"])
@@ -150,6 +152,68 @@ def test_the_best_checkpoint_becomes_the_drafter_if_asked(recipe, target):
     best = max(taus, key=lambda step: taus[step])
     assert weights(result) == weights(made.output_folder / "checkpoints" / f"checkpoint-{best}")
     assert result.metrics["eval_tau"] == pytest.approx(taus[best], rel=1e-5)
+
+
+def over_trained(recipe: MakeRecipe, name: str = "over", **changes: Any) -> Recipe:
+    """Six times over half of the rows: the loss falls to the end, held-out τ rises to step 20 and falls from there on.
+
+    No step of saving is one of evaluating.
+    """
+    settings = {"max_steps": 40, "eval_steps": 10, "save_steps": 16, "logging_steps": 10, "learning_rate": 1e-2}
+    held_out = {"holdout": 0.5}
+    return recipe(name, EAGLE3, held_out, lr_scheduler_type="constant", **settings | changes)
+
+
+def test_over_training_leaves_the_best_drafter_and_says_so(recipe, target):
+    result = train(made := over_trained(recipe), target)
+    assert losses(made) == sorted(losses(made), reverse=True)
+    taus = {entry["step"]: entry["eval_tau"] for entry in history(made) if "eval_tau" in entry}
+    assert max(taus, key=lambda step: taus[step]) == 20
+    assert result.metrics["eval_tau"] == taus[20] > taus[40]
+    assert weights(result) == weights(made.output_folder / "checkpoints" / "checkpoint-20")
+    assert (result.steps, provenance(made)["training"]["kept_step"]) == (40, 20)
+    said = (
+        "held out: analytic tau 1.34 (T=1), the best of 4 evaluations by tau, after step 20 (1.345; 1.339 at the end)"
+    )
+    assert said in held_out_taus(result.metrics, result.kept)
+    again = train(made, target)
+    assert (weights(again), again.metrics["eval_tau"]) == (weights(result), result.metrics["eval_tau"])
+    assert str(again.kept) == str(result.kept)
+
+
+@pytest.mark.parametrize(
+    ("call", "training", "step"), [(4, False, 20), (20, True, 20)], ids=["in the evaluation", "in the step before it"]
+)
+def test_the_best_drafter_is_the_same_when_its_evaluation_was_cut_short(
+    recipe, target, monkeypatch, call, training, step
+):
+    """Its evaluation, of three batches each time, is made up for when the training goes on."""
+    shape = {"per_device_eval_batch_size": 16}
+    whole = train(over_trained(recipe, "whole", **shape), target)
+    made = over_trained(recipe, "stopped", **shape)
+    with monkeypatch.context() as patch:
+        asked_in(patch, call, signal.SIGTERM, training=training)
+        with pytest.raises(TrainingInterruptedError, match=f"stopped after step {step}"):
+            train(made, target)
+    result = train(made, target)
+    assert (weights(result), str(result.kept)) == (weights(whole), str(whole.kept))
+
+
+def test_a_better_drafter_that_was_not_kept_is_told(recipe, target):
+    last = train(over_trained(recipe, load_best_model_at_end=False), target)
+    assert last.kept.step == 40
+    assert "; tau was 1.345 after step 20, whose weights were not kept" in held_out_taus(last.metrics, last.kept)
+    unsaved = train(over_trained(recipe, "unsaved", save_strategy="no"), target)
+    assert str(unsaved.kept) == str(last.kept)
+
+
+def test_one_evaluation_tells_nothing_of_a_better_drafter(recipe, target):
+    result = train(recipe("once", max_steps=2, eval_strategy="no"), target, seconds=0.01)
+    assert "of one evaluation: whether a drafter before the end was better" in held_out_taus(
+        result.metrics, result.kept
+    )
+    nothing = train(recipe("nothing", data_changes={"holdout": 0.0}, max_steps=2), target)
+    assert held_out_taus(nothing.metrics, nothing.kept) == ""
 
 
 def test_a_drafter_in_memory_is_trained_in_place(recipe, target):

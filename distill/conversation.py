@@ -12,9 +12,12 @@ Shapes: T tokens of a row.
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,12 +25,16 @@ from transformers import PreTrainedTokenizerBase
 from ..common import BadInputError
 from ..targets.images import PromptImage, insert_images
 from ..targets.tokenizer_process import OverBudgetError, Rendered, parse_response, render_chat
-from .dataset_formats import Message, chat_messages, num_images
+from .dataset_formats import Message, chat_messages, content_text, num_images
 from .prompt_table import Prompt
 
 Tokens = Sequence[int]
 Supervised = tuple[list[int], list[int]]  # input_ids `[T]`, and a loss mask `[T]`: 1 where the target wrote
 Span = tuple[int, int]  # characters of the rendered text, end excluded
+
+_EMPTY_THOUGHT = re.compile(  # <think></think>, [THINK][/THINK], <|START_THINKING|><|END_THINKING|>
+    r"\s*(<([\w:]+)>|\[(\w+)\]|<\|START_(\w+)\|>)\s*(</\2>|\[/\3\]|<\|END_\4\|>)\s*"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -124,16 +131,21 @@ def supervised_rows(
     """Return the rows in which every turn of the assistant is supervised once, each as by `supervised_mask`.
 
     A turn that the template writes differently once later ones follow gets a row that ends with it; all others share
-    the whole conversation. `images` are those in the messages, in order.
+    the whole conversation. A turn that the template never writes after its question is in no row, and what the template
+    refuses ends the conversation. `images` are those in the messages, in order.
+
+    Raises:
+        BadInputError: as `supervised_mask`, if no turn can be supervised.
     """
     chat = _Chat(tokenizer, chat_messages(list(messages), "this conversation"), tools, template, images)
+    chat = chat.as_far_as_taken()
     spans = dict(_assistant_spans(chat))
     rows = []
     for number in chat.answering():
-        if number not in spans:
-            early = replace(chat, messages=chat.messages[: number + 1])
-            rows.append(_masked(early, [span for n, span in _assistant_spans(early) if n == number]))
-    return [*rows, _masked(chat, list(spans.values()))]
+        early = replace(chat, messages=chat.messages[: number + 1])
+        own = [] if number in spans else [span for n, span in _assistant_spans(early) if n == number]
+        rows += [_masked(early, own)] if own else []
+    return [*rows, *([] if rows and not spans else [_masked(chat, list(spans.values()))])]
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,14 @@ class _Chat:
         """Return the places of the assistant's messages that answer something."""
         return [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and i > 0]
 
+    def as_far_as_taken(self) -> _Chat:
+        """Return the conversation up to the last answer with which the template takes it; itself, if that is none."""
+        for last in [len(self.messages) - 1, *reversed(self.answering())]:
+            with suppress(RefusedChatError):
+                self.rendered(last + 1)
+                return replace(self, messages=self.messages[: last + 1])
+        return self
+
 
 def _assistant_spans(chat: _Chat) -> Iterator[tuple[int, Span]]:
     """Yield the places of the assistant's messages, and the spans of those that the whole text still holds."""
@@ -163,7 +183,13 @@ def _assistant_spans(chat: _Chat) -> Iterator[tuple[int, Span]]:
     for i in chat.answering():
         before, after = chat.rendered(i, answer=True).text, chat.rendered(i + 1).text
         if text.startswith(before) and text.startswith(after) and len(before) < len(after):
-            yield i, (len(before), len(after))
+            yield i, (len(before) + _empty_thought(after[len(before) :], chat.messages[i]), len(after))
+
+
+def _empty_thought(answer: str, message: Message) -> int:
+    """Return the length of the empty thought that a template writes before an answer which came without one."""
+    found = _EMPTY_THOUGHT.match(answer)
+    return 0 if found is None or found[5] in content_text(message) else found.end()
 
 
 def _masked(chat: _Chat, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
@@ -204,14 +230,19 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], l
 
 def _without_trailing_space(tokenizer: PreTrainedTokenizerBase, tokens: list[int], mask: list[bool]) -> list[bool]:
     """Unmark white space that a template writes after its end marker: the target stops at the marker."""
-    special, kept = set(tokenizer.all_special_ids), list(mask)
+    kept = list(mask)
     for last in (i for i in range(len(mask)) if mask[i] and not (mask[i + 1 :] or [False])[0]):
         i = last
-        while mask[i] and tokens[i] not in special and not str(tokenizer.decode([tokens[i]])).strip():
+        while mask[i] and not str(tokenizer.decode([tokens[i]])).strip():
             i -= 1
-        if mask[i] and tokens[i] in special:
+        if mask[i] and _is_special(tokenizer, tokens[i]):
             kept[i + 1 : last + 1] = [False] * (last - i)
     return kept
+
+
+def _is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Return whether a token is left out of texts; of those that end a turn, many have no name in the tokenizer."""
+    return bool(tokenizer.decode([token])) and not tokenizer.decode([token], skip_special_tokens=True)
 
 
 def next_question(
@@ -254,6 +285,35 @@ def next_messages(
     return tuple(messages)
 
 
+def template_answer(
+    prompt: Prompt,
+    messages: Sequence[Message],
+    answer: Message,
+    tokenizer: PreTrainedTokenizerBase,
+    ending: Sequence[int],
+) -> tuple[list[int], list[int]]:
+    """Return the tokens that the chat template writes for an answer to `messages`, and the one that ends its turn.
+
+    The second is empty where none of the `ending` tokens follows. Both are where the template refuses the
+    conversation, or writes what stands before the answer differently.
+    """
+    where = f"prompt {prompt.id}"
+    try:
+        before = render(tokenizer, messages, where, prompt.tools, template=prompt.template)
+        whole = render(tokenizer, [*messages, answer], where, prompt.tools, False, prompt.template)
+    except RefusedChatError:
+        return [], []
+    if not whole.startswith(before):
+        return [], []
+    context = tokenizer(before, add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    if tokens[: len(context)] != context:
+        context, tokens = [], tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]
+    written = list(tokens[len(context) :])
+    end = next((place for place, token in enumerate(written) if token in ending), len(written))
+    return written[:end], written[end : end + 1]
+
+
 def sequences(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Supervised]:
     """Return the rows that a drafter learns from, each as (input_ids, loss_mask).
 
@@ -274,32 +334,57 @@ def sequences(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTo
 
 
 def given_sequences(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int | None = None,
+    ending: Sequence[int] = (),
+    counts: Counter[str] | None = None,
 ) -> list[Supervised]:
     """Return the rows that a drafter learns from the answers that came with the prompt (`prompt.given`).
 
     Args:
         max_tokens: longer rows lose their end; those that lose all of their answers are left out.
+        ending: the target's end tokens; one that is the only one ends an answer of raw text.
+        counts: gets the numbers of answers, of those that lose their end, of those without a known one, and of those
+            that the template leaves out: "answers", "answers_cut", "ends_unknown" and "answers_unlearnable".
 
     Raises:
         BadInputError: the chat template refuses the conversation, or writes nothing that can be learnt.
     """
     if not prompt.given:
         raise ValueError(f"{prompt.id} came without answers.")
-    rows = [(tokens[:max_tokens], mask[:max_tokens]) for tokens, mask in _given_rows(prompt, tokenizer)]
+    whole = _given_rows(prompt, tokenizer, ending)
+    if counts is not None:
+        there = sum(_num_answers(mask) for _, mask in whole)
+        counts["answers"] += there
+        counts["answers_cut"] += there - sum(_num_answers(mask[:max_tokens], mask) for _, mask in whole)
+        counts["ends_unknown"] += prompt.messages is None and not end_of_text(ending)
+        counts["answers_unlearnable"] += max(0, sum(map(len, prompt.given)) - there)
+    rows = [(tokens[:max_tokens], mask[:max_tokens]) for tokens, mask in whole]
     return [(tokens, mask) for tokens, mask in rows if any(mask)]
 
 
-def _given_rows(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[Supervised]:
+def _given_rows(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, ending: Sequence[int]) -> list[Supervised]:
     if prompt.messages is None:
         text = "".join(str(message["content"]) for message in prompt.given[0])
-        end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        return sequences(prompt, [[*tokenizer(text, add_special_tokens=False)["input_ids"], *end]], tokenizer)
+        answer = [*tokenizer(text, add_special_tokens=False)["input_ids"], *end_of_text(ending)]
+        return sequences(prompt, [answer], tokenizer)
     messages = list(prompt.messages)
     for number, answer in enumerate(prompt.given):
         messages += [*(prompt.later[number - 1] if number else ()), *answer]
     rows = supervised_rows(tokenizer, messages, prompt.tools, prompt.template, prompt.images)
     return [(tokens, [int(m) for m in mask]) for tokens, mask in rows]
+
+
+def _num_answers(mask: Sequence[int], whole: Sequence[int] = ()) -> int:
+    """Return the number of answers in a row, without one that goes on in the `whole` of it."""
+    goes_on = bool(mask and mask[-1] and any(whole[len(mask) : len(mask) + 1]))
+    return sum(bool(learnt) for learnt, _ in groupby(mask)) - goes_on
+
+
+def end_of_text(ending: Sequence[int]) -> list[int]:
+    """Return the token that ends raw text, a target's only end token; [] of several, of which some end turns."""
+    return list(ending) if len(ending) == 1 else []
 
 
 def _conversations(
@@ -340,7 +425,7 @@ def _answer(prompt: Prompt, messages: Sequence[Message], answer: Tokens, tokeniz
             raise BadInputError(f"{prompt.id}: the target's response template cannot be used: {error}.") from error
         except Exception as error:  # parsers raise what they like: ValueError, JSONDecodeError, KeyError
             _log.debug("an answer to %s cannot be parsed (%s)", prompt.id, error)
-    kept, special = list(answer), set(tokenizer.all_special_ids)
-    while kept and kept[-1] in special:
+    kept = list(answer)
+    while kept and _is_special(tokenizer, kept[-1]):
         kept.pop()
     return {"role": "assistant", "content": str(tokenizer.decode(kept, clean_up_tokenization_spaces=False))}

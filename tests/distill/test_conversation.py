@@ -7,6 +7,7 @@ out. A template runs within limits of time and memory, and renders what the libr
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -164,11 +165,15 @@ def test_given_answers_are_learnt_in_their_places(tokenizer: Tokenizer) -> None:
     assert learnt(tokenizer, row).endswith("<|assistant|>[a<|end|>]<|user|>two<|end|><|assistant|>[b<|end|>]")
 
 
-def test_given_answers_that_are_too_long_lose_their_end(tokenizer: Tokenizer) -> None:
+def test_given_answers_that_are_too_long_lose_their_end_and_are_counted(tokenizer: Tokenizer) -> None:
     given = tuple((answer(text),) for text in ("abc", "xyz"))
     prompt = ask(tokenizer, "one", "two", given=given)
     [(tokens, mask)] = given_sequences(prompt, tokenizer)
-    last = len(mask) - 1 - mask[::-1].index(1)
+    last, first_end = len(mask) - 1 - mask[::-1].index(1), mask.index(0, mask.index(1))
+    for length, cut in ((last + 1, 0), (last, 1), (first_end + 1, 1), (first_end, 1), (first_end - 1, 2)):
+        counts = Counter[str]()
+        given_sequences(prompt, tokenizer, length, counts=counts)
+        assert (counts["answers"], counts["answers_cut"]) == (2, cut)
     [(cut, cut_mask)] = given_sequences(prompt, tokenizer, last)
     assert (cut, cut_mask) == (tokens[:last], mask[:last])
     assert given_sequences(prompt, tokenizer, mask.index(1)) == []
@@ -177,10 +182,85 @@ def test_given_answers_that_are_too_long_lose_their_end(tokenizer: Tokenizer) ->
 def test_a_given_completion_of_raw_text_ends_where_it_ends(tokenizer: Tokenizer) -> None:
     tokens = tuple(tokenizer("def f():", add_special_tokens=False)["input_ids"])
     prompt = Prompt("p", "s", tokens, "def f():", given=((answer(" pass"),),))
-    [row] = given_sequences(prompt, tokenizer)
+    [row] = given_sequences(prompt, tokenizer, ending=(1,))
     assert learnt(tokenizer, row) == "def f():[ pass<|end|>]"
+    counts = Counter[str]()
+    [row] = given_sequences(prompt, tokenizer, ending=(0, 1), counts=counts)  # one of them ends turns
+    assert learnt(tokenizer, row) == "def f():[ pass]"
+    assert counts["ends_unknown"] == counts["answers"] == 1
     with pytest.raises(ValueError, match="came without answers"):
         given_sequences(Prompt("p", "s", (1,)), tokenizer)
+
+
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think>\n"
+    "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "expected"),
+    [
+        (THINKS, answer("a"), "<think>\n\n</think>\n\n[a<|end|>]"),
+        (THINKS, answer("a") | {"reasoning_content": "hm"}, "[<think>\nhm\n</think>\n\na<|end|>]"),
+        (THINKS, answer("<think></think>a"), "[<think>\n\n</think>\n\na<|end|>]"),
+        (THINKS.replace("<think>", "[THINK]").replace("</think>", "[/THINK]"), answer("a"), "[a<|end|>]"),
+    ],
+    ids=["empty", "a thought", "written by the author", "Mistral's"],
+)
+def test_an_empty_thought_that_the_template_adds_is_not_learnt(
+    tokenizer: Tokenizer, template: str, message: Message, expected: str
+) -> None:
+    tokenizer = with_template(tokenizer, template)
+    [row] = given_sequences(ask(tokenizer, "one", given=((message,),)), tokenizer)
+    assert learnt(tokenizer, row).endswith(expected)
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if not loop.first and m.role == messages[loop.index0 - 1].role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MERGING = (
+    "{% for m in messages %}{% if loop.first or m.role != messages[loop.index0 - 1].role %}<|{{ m.role }}|>{% endif %}"
+    "{{ m.content }}{% if loop.last or m.role != messages[loop.index0 + 1].role %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected", "unlearnable"),
+    [
+        (None, ["[a<|end|>]<|assistant|>[b<|end|>]<|user|>two<|end|><|assistant|>[c<|end|>]"], 0),
+        (ALTERNATING, ["[a<|end|>]"], 2),
+        (MERGING, ["[a<|end|>]", "ab<|end|><|user|>two<|end|><|assistant|>[c<|end|>]"], 1),
+    ],
+    ids=["both", "alternating", "merging"],
+)
+def test_two_answers_in_a_row_lose_what_the_template_cannot_write_and_nothing_else(
+    tokenizer: Tokenizer, template: str | None, expected: list[str], unlearnable: int
+) -> None:
+    tokenizer = with_template(tokenizer, template or tokenizer.chat_template)
+    prompt = ask(tokenizer, "one", "two", given=((answer("a"), answer("b")), (answer("c"),)))
+    counts = Counter[str]()
+    rows = given_sequences(prompt, tokenizer, counts=counts)
+    assert [learnt(tokenizer, row).partition("<|assistant|>")[2] for row in rows] == expected
+    assert (counts["answers"], counts["answers_unlearnable"]) == (3 - unlearnable, unlearnable)
+
+
+def test_an_end_that_has_no_name_in_the_tokenizer_is_no_part_of_the_text(tokenizer: Tokenizer) -> None:
+    """The tokenizers of Llama 3's and Qwen's base models name another token as their end."""
+    unnamed = Tokenizer(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|pad|>")
+    unnamed.chat_template = tokenizer.chat_template
+    assert unnamed.all_special_ids == [0]
+    answers = [said(tokenizer, text) for text in "ab"]
+    [row] = sequences(ask(unnamed, "one", "two"), answers, unnamed)
+    assert "<|assistant|>[a<|end|>]<|user|>two<|end|><|assistant|>[b<|end|>]" in learnt(unnamed, row)
+    given = [user("one"), answer("a")]
+    unnamed.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+    unnamed.chat_template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    assert marked(unnamed, *supervised_mask(unnamed, given)) == "a<|end|>"
 
 
 DISLIKING = (

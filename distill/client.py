@@ -22,7 +22,7 @@ from ..common.safe_load import MEGABYTE
 from ..common.terminal import visible
 from ..common.values import printable_urls
 from ..recipes import DataSpec
-from .conversation import next_messages
+from .conversation import end_of_text, next_messages, template_answer
 from .journal import Tokens
 from .prompt_table import Prompt
 
@@ -108,6 +108,7 @@ class Completion:
     """A server's answer.
 
     Attributes:
+        thought: the text that a server took out of a chat's answer, and sent beside it.
         tokens, asked: ids of the answer, and of the prompt as it was read; None where the server returns none.
         num_tokens, num_asked: how many there are, likewise.
         reason: why the answer ends; None for one that was cut off.
@@ -115,6 +116,7 @@ class Completion:
     """
 
     text: str = ""
+    thought: str = ""
     tokens: Tokens | None = None
     asked: Tokens | None = None
     num_tokens: int | None = None
@@ -130,6 +132,8 @@ class Completion:
         for choice in body.choices[:1]:
             part = getattr(choice, "message", None) or getattr(choice, "delta", None)
             self.text += (getattr(choice, "text", None) if part is None else part.content) or ""
+            thought = getattr(part, "reasoning_content", None) or getattr(part, "reasoning", None) or ""
+            self.thought += thought if isinstance(thought, str) else ""
             self.asked = getattr(choice, "prompt_token_ids", None) or self.asked
             ids = getattr(choice, "token_ids", None)
             for token in ids or ():
@@ -216,7 +220,7 @@ class Client:
                         completion.add(part)
                 else:
                     completion.add(reply)
-            completion.text.encode()  # half of a pair of surrogates is no text
+            (completion.text + completion.thought).encode()  # half of a pair of surrogates is no text
         except TimeoutError:
             raise PassingError(f"no answer within {timeout:g} s") from None
         except openai.APIStatusError as error:
@@ -229,7 +233,7 @@ class Client:
             raise PassingError(self.line(error)) from None
         if completion.reason is None:
             raise PassingError("an answer that was broken off")
-        if http_client.repeats(completion.text, self.key):
+        if http_client.repeats(completion.text + completion.thought, self.key):
             raise PassingError("an answer that repeats the key")
         return completion
 
@@ -286,24 +290,39 @@ class Client:
             completion.reason != "tool_calls" or completion.tokens is None
         ):
             raise DroppedError("unfinished")
-        tokens = self._read_again(completion, context) if completion.tokens is None else self._own_ids(completion)
-        if completion.reason != "length" and self.ending and (not tokens or tokens[-1] not in self.ending):
-            end = self.tokenizer.eos_token_id
-            tokens = [*tokens, int(end) if end in self.ending else self.ending[0]]
-        return tokens
+        own = completion.tokens
+        tokens = self._read_again(completion, question) if own is None else list(own)
+        self._check(tokens, completion, question)
+        # The end token is counted by some servers, and never in the text; returned ids are all that are counted.
+        is_ended = bool(tokens) and tokens[-1] in self.ending
+        is_cut = completion.reason == "length" or len(tokens) >= self.spec.max_new_tokens
+        is_whole = own is not None and completion.num_tokens in (None, len(tokens))
+        return tokens if is_ended or is_cut or is_whole else [*tokens, *self._template_answer(completion, question)[1]]
 
-    def _own_ids(self, completion: Completion) -> Tokens:
-        """Return the server's own ids, if the local tokenizer reads the text in them that came with them."""
-        tokens = list(completion.tokens or ())
+    def _check(self, tokens: Tokens, completion: Completion, question: Question) -> None:
+        """Raise DroppedError for tokens that are no answer to what was asked."""
         if self.num_ids is not None and any(token >= self.num_ids for token in tokens):
             raise DroppedError("foreign_tokens", about_form=True)  # the server has another vocabulary
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if completion.is_text and _bare(completion.text) != _bare(str(text)):
+        if len(tokens) > self.spec.max_new_tokens:
+            raise DroppedError("too_long", about_form=True)
+        begins_with_prompt = tokens[: len(question.tokens)] == list(question.tokens)
+        # Raw text may well go on with itself, and then its tokens are counted.
+        if begins_with_prompt and (question.messages is not None or completion.num_tokens != len(tokens)):
+            raise DroppedError("repeated_prompt", about_form=True)
+        if any(token in self.ending for token in tokens[:-1]):
+            raise DroppedError("after_end")
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        # The text that came with ids is read in them by the local tokenizer, too.
+        is_read = completion.tokens is None or not completion.is_text or _bare(completion.text) == _bare(text)
+        if not is_read or not _fits(tokens, completion):
             raise DroppedError("other_tokens")
-        return tokens
 
-    def _read_again(self, completion: Completion, context: Tokens) -> Tokens:
-        """Return the tokens that the text has after its prompt."""
+    def _read_again(self, completion: Completion, question: Question) -> Tokens:
+        """Return the tokens that the text has after its prompt, without its end.
+
+        Where a server takes thoughts and names of channels out of a chat's answer, the template writes them.
+        """
+        context = list(question.tokens)
         before = str(self.tokenizer.decode(context, clean_up_tokenization_spaces=False))
         whole = list(self.tokenizer(before + completion.text, add_special_tokens=False)["input_ids"])
         if whole[: len(context)] == context:
@@ -313,10 +332,26 @@ class Client:
         text = str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         if text != completion.text and text.lstrip(" ") != completion.text:
             raise DroppedError("unreadable_text")
-        # The end token is counted by some servers, and never in the text.
-        if completion.num_tokens is not None and completion.num_tokens - len(tokens) not in (0, 1):
+        if _fits(tokens, completion):
+            return tokens
+        written = [] if completion.is_text else self._template_answer(completion, question)[0]
+        if not written or not _fits(written, completion):
             raise DroppedError("other_tokens")
-        return tokens
+        return written
+
+    def _template_answer(self, completion: Completion, question: Question) -> tuple[Tokens, Tokens]:
+        """Return the answer's tokens as the chat template writes them, and its end token, if that is known."""
+        if question.messages is None:
+            return [], end_of_text(self.ending)
+        thought = dict.fromkeys(("reasoning_content", "thinking"), completion.thought) if completion.thought else {}
+        answer = {"role": "assistant", "content": completion.text, **thought}
+        return template_answer(question.prompt, question.messages, answer, self.tokenizer, self.ending)
+
+
+def _fits(tokens: Tokens, completion: Completion) -> bool:
+    """Return whether these are as many tokens as a server counted, with the answer's end or without it."""
+    uncounted = 0 if completion.num_tokens is None else completion.num_tokens - len(tokens)
+    return uncounted == 0 or (uncounted == 1 and completion.reason != "length")
 
 
 def _bare(text: str) -> str:

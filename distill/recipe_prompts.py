@@ -29,6 +29,7 @@ from .dataset_formats import LONGEST_TEXT, Row, RowError, RowPrompt, num_images,
 from .prompt_table import Prompt, PromptTable
 from .sources import as_specs, images_folder, rows_of, title
 
+MOST_SHOWN = 100  # malformed rows of a source
 ACCEPTABLE = 0.02  # share of a source's rows that may be left out without a warning
 _IDS = ("id", "question_id", "task_id", "prompt_id", "conversation_id")
 
@@ -129,6 +130,7 @@ class RowCounts:
         unasked: later turns that a target without a chat template is not asked.
         with_images: of the rows that are kept.
         examples: a sentence about the first row of each reason, and about the first one that is leaked.
+        malformed: a sentence about each malformed row, and no more than `MOST_SHOWN`.
     """
 
     source: str
@@ -141,9 +143,12 @@ class RowCounts:
     layouts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
+    malformed: list[str] = field(default_factory=list)
 
     def drop(self, reason: str, example: str) -> None:
         self.dropped[reason] += 1
+        if reason == "malformed" and len(self.malformed) < MOST_SHOWN:
+            self.malformed.append(example)
         self.examples.setdefault(reason, example)
 
     def summary(self) -> str:

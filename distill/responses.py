@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ..common.locks import locked
 from ..common.progress import progress
 from ..common.runtime import versions
 from ..heads import HEADS
-from ..recipes import Recipe, TargetSpec
+from ..recipes import DataSpec, Recipe, TargetSpec
 from ..targets import Fingerprint, Target, config_only_target
 from ..targets.config_only import target_without_layers
 from ..targets.images import PromptImage
@@ -58,6 +58,8 @@ _EMPTY = "empty"  # the target ended at once
 _UNLEARNABLE = "unlearnable"  # of an answer that came with its prompt, the template or the length leaves nothing
 _IMAGE_TOKENS = "image_token"  # the target wrote one, of which no image is known
 _DROPPED = "_responses"  # ends the names of what is counted
+ENDS = ("answers", "answers_cut", "ends_unknown", "answers_unlearnable")  # what is counted of answers' ends
+_MANY_CUT = 0.2  # of the answers; more of them are warned about
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     if spec.servers is not None:
         require_client()
         read_key(spec.requests.key)
-    target, folder = target or _target_of(recipe), data_folder(recipe)
+    target, folder = target or target_of(recipe), data_folder(recipe)
     with launch_group(recipe.output_folder) as group:
         if spec.responses is not None:
             return Path(group.on_main("given", lambda: str(_given(folder, target))))
@@ -117,8 +119,8 @@ def check_images(recipe: Recipe, target: Target) -> None:
         raise BadInputError(f"{why} Rows of data.prompts have images.")
 
 
-def _target_of(recipe: Recipe) -> Target:
-    """Return the recipe's target: on the device where it answers, or without weights where others answer."""
+def target_of(recipe: Recipe) -> Target:
+    """Return a recipe's target: on the device where it answers, or without weights where others answer."""
     if recipe.target.engine is not None:
         return target_in_engine(recipe.target)
     spec, values = recipe.data, recipe.target.to_load()
@@ -245,7 +247,11 @@ class _ResponsesBuilder:
         """Yield the rows to learn, in the order of the prompts, and count them."""
         for index, prompt in enumerate(self.prompts):
             answer = Answer(index) if self.is_given else answers[index]
-            reason, rows = self._given(prompt) if self.is_given else self._learnt(prompt, answer)
+            reason, rows = self._given(prompt, counts) if self.is_given else self._learnt(prompt, answer)
+            for turn in answer.turns:
+                counts["answers"] += 1
+                if turn and turn[-1] not in self.target.eos_ids:
+                    counts["answers_cut" if len(turn) >= self.spec.max_new_tokens else "ends_unknown"] += 1
             if early := why_ended(prompt, answer.turns, self.tokenizer):
                 counts[f"conversations_ended_by_{early}"] += 1
             if reason:
@@ -273,11 +279,11 @@ class _ResponsesBuilder:
         reason = answer.dropped or _EMPTY * is_empty or _IMAGE_TOKENS * has_image
         return reason, [] if reason else sequences(prompt, answer.turns, self.tokenizer)
 
-    def _given(self, prompt: Prompt) -> tuple[str, list[Supervised]]:
+    def _given(self, prompt: Prompt, counts: Counter[str]) -> tuple[str, list[Supervised]]:
         """Return the rows of the answers that came with a prompt, as `_learnt` does."""
         longest = self.spec.max_prompt_tokens + self.spec.max_new_tokens
         try:
-            rows = given_sequences(prompt, self.tokenizer, longest)
+            rows = given_sequences(prompt, self.tokenizer, longest, self.target.eos_ids, counts)
             for tokens, _ in rows:
                 self._shown(prompt, tokens)  # refuses what was cut inside an image
         except BadInputError as error:
@@ -300,6 +306,8 @@ class _ResponsesBuilder:
             )
         if words:
             _log.warning("of %d responses some are left out: %s", len(self.prompts), words)
+        for sentence in answers_in_words(counts, self.spec):
+            _log.warning("%s", sentence)
 
     def _provenance(self, counts: Counter[str], drafters: Counter[str]) -> dict[str, Any]:
         return {
@@ -312,6 +320,26 @@ class _ResponsesBuilder:
             **({ROUNDS: dict(drafters)} if drafters else {}),
             "versions": versions("outrider", "torch", "transformers", "datasets"),
         }
+
+
+def answers_in_words(counts: Mapping[str, int], spec: DataSpec) -> list[str]:
+    """Return sentences about the ends of answers, by the counts of a data set: many were cut, or some are unknown."""
+    answers, cut, unknown, unlearnable = (counts.get(name, 0) for name in ENDS)
+    lines = []
+    if cut > _MANY_CUT * answers:
+        limit = "data.max_prompt_tokens + data.max_new_tokens" if spec.answers == "given" else "data.max_new_tokens"
+        lines.append(
+            f"{cut} of {answers} answers ({cut / answers:.0%}) were cut at {limit}: a drafter hardly learns how this "
+            "target ends. Raise it to what is served."
+        )
+    if unknown:
+        lines.append(
+            f"of {unknown} of {answers} answers the end is unknown: text alone came, and the chat template ends a turn "
+            "by no end token of the target, or raw text may end by several. They are learnt without an end."
+        )
+    if unlearnable:
+        lines.append(f"the chat template leaves {unlearnable} answers out, after one of the same turn for example.")
+    return lines
 
 
 def _given(folder: Path, target: Target) -> Path:

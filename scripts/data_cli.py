@@ -72,8 +72,8 @@ def show(
 
 @data_app.command()
 def check(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
-    """Read all of a recipe's data and count what is kept and left out, and why. Exit code 1 for rows that cannot be
-    read, and for prompts that the recipe measures.
+    """Read all of a recipe's data and count what is kept and left out, and why, and how the answers end where they are
+    written. Exit code 1 for rows that cannot be read, and for prompts that the recipe measures.
     """
     loaded = recipe_of(recipe, changes)
     from ..distill.recipe_prompts import recipe_prompts
@@ -83,8 +83,9 @@ def check(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False
     images = _images(loaded, tokenizer)
     found = recipe_prompts(loaded.model_copy(update={"data": tolerant}), tokenizer, warn=False, images=images)
     code = FINDING if any(s.leaked or s.dropped["malformed"] for s in found.sources) else 0
+    answers = _answers(loaded)
     body = {"prompts": len(found.prompts), "sources": found.sources, "prompt_tokens": _lengths(found)}
-    finish(as_json, "data-check", body, code, lambda: _print(found, loaded))
+    finish(as_json, "data-check", body | {"answers": answers}, code, lambda: _print(found, loaded, answers))
 
 
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -111,7 +112,7 @@ def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> 
     from ..distill.conversation import given_sequences
     from ..distill.data_set import load_responses
     from ..distill.recipe_prompts import recipe_prompts
-    from ..distill.responses import data_folder
+    from ..distill.responses import data_folder, target_of
 
     folder = data_folder(recipe)
     if folder.is_dir():
@@ -125,8 +126,9 @@ def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> 
         if recipe.data.answers == "target":
             yield f"{prompt.id} (the target has not answered yet)", _asked(prompt)
             continue
+        ending = target_of(recipe).eos_ids if prompt.messages is None else ()
         try:
-            learnt = given_sequences(prompt, tokenizer)
+            learnt = given_sequences(prompt, tokenizer, ending=ending)
         except BadInputError as error:  # a run leaves it out and counts it
             yield f"{prompt.id} (nothing of its own answers can be learnt)", [(str(error), NOTE)]
             continue
@@ -169,14 +171,32 @@ def _lengths(found: Collection) -> dict[str, int]:
     return {name: int(np.quantile(lengths, share, method="higher")) for name, share in shares.items()}
 
 
-def _print(found: Collection, recipe: Recipe) -> None:
+def _answers(recipe: Recipe) -> dict[str, int] | None:
+    """Return the numbers of finished answers by their ends; None where there are none yet."""
+    from ..distill import provenance
+    from ..distill.responses import ENDS, data_folder
+
+    folder = data_folder(recipe)
+    return {name: provenance(folder)["counts"].get(name, 0) for name in ENDS} if folder.is_dir() else None
+
+
+def _print(found: Collection, recipe: Recipe, answers: dict[str, int] | None) -> None:
+    from ..distill.responses import answers_in_words
+
     lines = []
     for counts in found.sources:
         lines.append(f"[bold]{escape(counts.source)}[/bold]: {counts.kept:,} of {counts.rows:,} rows are kept")
         lines += [f"  {number:,} read as {escape(name)}" for name, number in counts.layouts.most_common()]
         lines += [f"  {counts.truncated:,} texts lost their beginning"] if counts.truncated else []
         lines += [f"  left out: {counts.left_out()}"] if counts.dropped else []
-        lines += [f"  [yellow]?[/yellow] {escape(example)}" for example in counts.examples.values()]
+        others = [example for reason, example in counts.examples.items() if reason != "malformed"]
+        lines += [f"  [yellow]?[/yellow] {escape(example)}" for example in [*others, *counts.malformed]]
+        unsaid = counts.dropped["malformed"] - len(counts.malformed)
+        lines += [f"  [yellow]?[/yellow] and {unsaid:,} more malformed rows"] if unsaid else []
     said = ", ".join(f"{name} {number:,}" for name, number in _lengths(found).items())
     longest = recipe.data.max_prompt_tokens
-    print_lines([*lines, f"{len(found.prompts):,} prompts; tokens of a prompt: {said} (at most {longest:,})"])
+    lines.append(f"{len(found.prompts):,} prompts; tokens of a prompt: {said} (at most {longest:,})")
+    if answers and answers["answers"]:
+        lines.append(f"{answers['answers']:,} answers are written, {answers['answers_cut']:,} of them cut")
+        lines += [f"  [yellow]?[/yellow] {escape(line)}" for line in answers_in_words(answers, recipe.data)]
+    print_lines(lines)

@@ -137,7 +137,7 @@ class DistillBody(Body):
 
 
 class SourceBody(Body):
-    """What became of the rows of one source, by reason, with one example of each."""
+    """What became of the rows of one source, by reason, with one example of each, and of many `malformed` ones."""
 
     source: str
     rows: int
@@ -147,14 +147,20 @@ class SourceBody(Body):
     layouts: dict[str, int]
     dropped: dict[str, int]
     examples: dict[str, str]
+    malformed: list[str]
 
 
 class DataCheckBody(Body):
-    """What a recipe's data amounts to; `prompt_tokens` are quantiles of the lengths of the prompts that are kept."""
+    """What a recipe's data amounts to.
+
+    `prompt_tokens` are quantiles of the lengths of the prompts that are kept; `answers` the numbers of finished ones by
+    their ends, null where there are none yet.
+    """
 
     prompts: int
     sources: list[SourceBody]
     prompt_tokens: dict[str, int]
+    answers: dict[str, int] | None
 
 
 class TrainBody(Body):

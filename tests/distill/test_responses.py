@@ -207,6 +207,11 @@ def test_given_responses_are_used_and_those_of_another_tokenizer_refused(
     place: Place, caplog: pytest.LogCaptureFixture, tiny_llama: Callable[..., Any]
 ) -> None:
     folder = place.distil()
+    assert [record.getMessage() for record in caplog.records] == [
+        "7 of 7 answers (100%) were cut at data.max_new_tokens: a drafter hardly learns how this target ends. Raise it "
+        "to what is served."
+    ]
+    caplog.clear()
     recipe = place.recipe("other", responses=str(folder))
     assert distill(recipe, place.target) == folder
     assert not caplog.records

@@ -39,6 +39,35 @@ def test_check_counts_what_is_left_out_and_why(outrider: Command, recipe_file: P
     assert "2 prompts; tokens of a prompt: median" in shown
 
 
+def test_every_malformed_row_is_shown_by_its_line_as_far_as_a_hundred(
+    outrider: Command, recipe_file: Path, chats: Path
+) -> None:
+    bad = ['{"q": 1}', "no json", '{"prompt": 5}']
+    chats.write_text('{"text": "one"}\n' + "\n".join(bad) + "\n")
+    words = ["data", "check", recipe_file, f"data.prompts=[{chats}]"]
+    [source] = json.loads(outrider(*words, "--json").stdout)["sources"]
+    assert [line.removeprefix(str(chats)).partition(": ")[0] for line in source["malformed"]][0] == ", row 2"
+    assert (source["dropped"]["malformed"], len(source["malformed"])) == (3, 3)
+    shown = outrider(*words).stdout
+    assert all(place in shown for place in ("row 2: ", "line 3: ", "row 4: "))
+    chats.write_text('{"text": "one"}\n' + '{"q": 1}\n' * 150)
+    shown = outrider(*words).stdout
+    assert ("row 101: " in shown, "row 102: " in shown) == (True, False)
+    assert "and 50 more malformed rows" in shown
+
+
+def test_answers_that_were_cut_are_counted_once_they_are_written(
+    outrider: Command, recipe_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert json.loads(outrider("data", "check", recipe_file, "--json").stdout)["answers"] is None
+    assert outrider("distill", recipe_file).exit_code == 0
+    answers = json.loads(outrider("data", "check", recipe_file, "--json").stdout)["answers"]
+    assert 0.2 < answers["answers_cut"] / answers["answers"] <= 1
+    said = f"{answers['answers_cut']} of {answers['answers']} answers ("
+    assert said in caplog.text
+    assert said in outrider("data", "check", recipe_file).stdout
+
+
 def test_a_file_without_any_good_row_says_why(outrider: Command, recipe_file: Path, chats: Path) -> None:
     """A wrong key in every row: the first mistake of most."""
     chats.write_text('{"q": "one"}\n{"q": "two"}\n')

@@ -112,6 +112,7 @@ class Drafter(SavedDrafter[C]):
     `text_only`: it cannot learn from rows with images.
     `follows_rounds`: its loss depends on the depths of drafts, so that a share of it can lie on those that rounds of
         decoding reached (`TargetBatch.verified`).
+    `least_answer`: of shorter answers, in tokens, its loss learns nothing.
     """
 
     trainable: ClassVar[bool] = True
@@ -122,6 +123,7 @@ class Drafter(SavedDrafter[C]):
     needs_layers: ClassVar[bool] = False
     text_only: ClassVar[bool] = False
     follows_rounds: ClassVar[bool] = False
+    least_answer: ClassVar[int] = 1
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -80,6 +80,7 @@ class Uno(Drafter[UnoConfig]):
     text_only = True
     packs = True
     follows_rounds = True
+    least_answer = 3  # a root, the target's own draft after it, and one to learn
     config_class = UnoConfig
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
 

@@ -14,9 +14,11 @@ training.
 from __future__ import annotations
 
 import hashlib
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import datasets
@@ -29,7 +31,7 @@ from ..common.signals import let_parent_decide
 from ..distill.data_set import DEPTHS
 from ..distill.features import FeatureStore
 from ..distill.live_states import LiveStates
-from ..heads import TargetBatch
+from ..heads import Drafter, TargetBatch
 from ..heads.session import padded
 from ..targets import Target
 from ..targets.images import StoredImages
@@ -41,6 +43,8 @@ EMPTY = -1  # the position of an empty row
 # A head predicts x_{t+2} from the features at t and the token x_{t+1}; so no drafter learns the first two tokens of a
 # row, and all of them count the same positions.
 FIRST_LEARNED = 2
+
+_log = logging.getLogger(__name__)
 
 
 class Rows(Dataset):
@@ -153,6 +157,25 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths
             f"held out (data.holdout {holdout}); use more prompts or a smaller data.holdout."
         )
     return Rows(table, training, prompts, depths), Rows(table, sorted(held))
+
+
+def check_answers(rows: Rows, drafter: Drafter) -> None:
+    """Refuse rows that teach a drafter nothing, since all of their answers are too short; warn if most of them do."""
+    least = drafter.least_answer
+    if least == 1:
+        return
+    masks = ([label != IGNORED for label in rows[position]["labels"]] for position in range(len(rows)))
+    short = sum(max(len(list(run)) for learned, run in groupby(mask) if learned) < least for mask in masks)
+    sentence = (
+        f"{drafter.name} learns nothing from an answer of fewer than {least} tokens, and of {len(rows)} rows {short} "
+        "have no longer one"
+    )
+    if short == len(rows):
+        raise BadInputError(
+            f"{sentence}. Take prompts with longer answers, a larger data.max_new_tokens, or data.learn_prompts=true."
+        )
+    if short > len(rows) / 2:
+        _log.warning("%s.", sentence)
 
 
 def is_held_out(content: str, holdout: float) -> bool:

@@ -47,7 +47,17 @@ from . import checkpoints, provenance
 from .arguments import MEASURED, packing_of
 from .callbacks import KeptWeights, Reports, finish_reports
 from .check import check, check_by_configs, check_recomputes, check_with_target
-from .data import Batches, CachedBatches, OnlineBatches, PackedBatches, Packs, Rows, split, token_counts
+from .data import (
+    Batches,
+    CachedBatches,
+    OnlineBatches,
+    PackedBatches,
+    Packs,
+    Rows,
+    check_answers,
+    split,
+    token_counts,
+)
 from .decoding import MeasuredTau, OnPolicy
 from .drafter_init import made_for
 from .hooks import enable_checkpointing
@@ -224,6 +234,7 @@ class _Training:
         if drafter is None:
             learned = Rows(table, training.indices)
             drafter = made_for(recipe, self.target, lambda: token_counts(learned, self.target.vocab_size))
+        check_answers(training, drafter)
         check_recomputes(drafter, self.args)
         drafter.to(self.args.device).float()
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)

@@ -180,6 +180,7 @@ class DFlash(LayerDrafter[C]):
     name = "dflash"
     packs = True
     follows_rounds = True
+    least_answer = 2  # an anchor, and a draft
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     cached_class: ClassVar[type[CachedBlocks]] = CachedBlocks
     learning_class: ClassVar[type[BlockLearning]] = BlockLearning

@@ -326,6 +326,18 @@ def test_every_weight_has_a_gradient_even_of_rows_without_a_token_to_learn(name,
     assert [n for n, p in drafter.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_answers_teach_something_from_the_length_on_that_a_drafter_says(name, target, tiny_llama):
+    drafter = MAKERS[name](target, tiny_llama).requires_grad_(True).train()
+
+    def total(length: int) -> float:
+        learned = torch.zeros_like(sequences(), dtype=torch.bool)
+        learned[:, 8 : 8 + length] = True
+        return float(drafter.loss(batch(target, drafter, sequences(), learned)).total.detach())
+
+    assert total(drafter.least_answer) > 0 == total(drafter.least_answer - 1)
+
+
 # Nodes in the order in which two passes of `decode` read them, per row: parents, the second pass's below the first's
 # or the root.
 PARENTS = [[[-1, -1, -1], [1, 1, -1]], [[-1, -1, -1], [0, 2, 2]], [[-1, -1, -1], [-1, 1, 2]], [[-1, -1, -1], [2, 0, 1]]]

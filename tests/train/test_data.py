@@ -32,6 +32,7 @@ from outrider.train.data import (
     PackedBatches,
     Packs,
     Rows,
+    check_answers,
     collate,
     packs_of,
     split,
@@ -118,6 +119,24 @@ def test_prompts_are_learned_on_request_but_never_held_out():
 def test_data_without_a_response_is_an_error_that_says_so(masks):
     with pytest.raises(BadInputError, match="of 1 rows 0 have a response"):
         split(table(([1, 2, 3], masks)), 0.0)
+
+
+@pytest.mark.parametrize(("name", "least"), [("dflash", 2), ("uno", 3), ("eagle3", 1)])
+def test_answers_too_short_to_teach_a_drafter_anything_are_refused(caplog, name, least):
+    def rows(*answers: list[int]) -> Rows:
+        return Rows(table(*[([5] * (3 + len(mask)), [0, 0, 0, *mask]) for mask in answers]), range(len(answers)))
+
+    drafter = HEADS[name].__new__(HEADS[name])
+    short, long = [1, 0] * least * (least > 1), [1] * least
+    if least > 1:
+        with pytest.raises(
+            BadInputError, match=rf"fewer than {least} tokens, and of 2 rows 2 have no longer one\. Take"
+        ):
+            check_answers(rows(short, [1]), drafter)
+    check_answers(rows(long, [1]), drafter)
+    assert not caplog.records
+    check_answers(rows(long, [1], [1]), drafter)
+    assert ["of 3 rows 2 have" in record.getMessage() for record in caplog.records] == [True] * (least > 1)
 
 
 def test_token_counts_are_of_learned_tokens_only_and_those_beyond_the_vocabulary_are_refused():

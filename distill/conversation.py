@@ -367,8 +367,8 @@ def given_sequences(
 def _given_rows(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, ending: Sequence[int]) -> list[Supervised]:
     if prompt.messages is None:
         text = "".join(str(message["content"]) for message in prompt.given[0])
-        answer = [*tokenizer(text, add_special_tokens=False)["input_ids"], *end_of_text(ending)]
-        return sequences(prompt, [answer], tokenizer)
+        written = [*tokenizer(text, add_special_tokens=False)["input_ids"], *end_of_text(ending)]
+        return sequences(prompt, [written], tokenizer)
     messages = list(prompt.messages)
     for number, answer in enumerate(prompt.given):
         messages += [*(prompt.later[number - 1] if number else ()), *answer]

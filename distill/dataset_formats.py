@@ -66,7 +66,7 @@ class RowError(BadInputError):
 
     def __init__(self, where: str, reason: str):
         super().__init__(f"{where}: {reason}")
-        self.reason = reason
+        self.where, self.reason = where, reason
 
 
 @dataclass(frozen=True)

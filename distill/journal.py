@@ -61,7 +61,7 @@ class Identity:
         """Return the differences from `saved` (from `to_dict`), in words."""
         changed = [f"target ({', '.join(Fingerprint.from_dict(saved['target']).differences(self.target))})"]
         lines = changed if saved["target"]["digest"] != self.target.digest else []
-        lines += ["prompts (other sources, limit, or contents)"] if saved["prompts"] != self.prompts else []
+        lines += ["prompts (other sources, limit, sample, or contents)"] if saved["prompts"] != self.prompts else []
         then, now, who = _deciding(saved["sampling"]), _deciding(self.sampling), saved.get("answered_by")
         lines += [f"{k} (was {then.get(k)}, is {v})" for k, v in now.items() if then.get(k) != v]
         return lines + ([f"who answers (was {_who(who)}, is {_who(self.answered_by)})"] * (who != self.answered_by))

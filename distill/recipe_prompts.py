@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from ..targets.images import ImageReader, PromptImage, insert_images
 from .conversation import RefusedChatError, render
 from .dataset_formats import LONGEST_TEXT, Row, RowError, RowPrompt, num_images, question_digests, understand
 from .prompt_table import Prompt, PromptTable
-from .sources import as_specs, images_folder, rows_of, title
+from .sources import Reservoir, as_specs, images_folder, rows_of, some_of_each, title
 
 MOST_SHOWN = 100  # malformed rows of a source
 ACCEPTABLE = 0.02  # share of a source's rows that may be left out without a warning
@@ -60,11 +62,11 @@ class SuitePrompts:
 
     @classmethod
     def of(cls, suites: Sequence[str], limit: int | None = None, allowed: bool = False) -> SuitePrompts:
-        """Return the prompts of suites, the first `limit` of each. BadInputError: no such suite, or a malformed row."""
+        """Return the prompts of suites, at most `limit` of each. BadInputError: no such suite, or a malformed row."""
         places: dict[bytes, str] = {}
         for name, (_, source) in zip(suites, find_suites(suites), strict=True):
             spec = SourceSpec(path=source)
-            for number, row in enumerate(islice(rows_of(spec), limit), 1):
+            for number, row in _suite_rows(spec, limit):
                 if isinstance(row, RowError):
                     raise row
                 where = f"the suite {name}, row {number}"
@@ -104,6 +106,7 @@ class PromptReading:
         suite: the rows are a suite's, which are measured: of `turns` every one is asked, an empty one is an error, and
             so is an id that occurs twice.
         images: reads those of rows; None where rows have none, and one that has some cannot be read.
+        sample: seed of the draw of rows where there are more than the limit; None for the first ones.
     """
 
     max_tokens: int | None = None
@@ -115,6 +118,7 @@ class PromptReading:
     measured: SuitePrompts = field(default_factory=SuitePrompts)
     suite: bool = False
     images: ImageReader | None = None
+    sample: int | None = None
 
 
 @dataclass
@@ -122,6 +126,8 @@ class RowCounts:
     """The numbers of rows of one source, by what became of them.
 
     Attributes:
+        revision: the commit of a Hub data set.
+        drawn_from: rows of the source, of which `rows` are a sample; 0 for the first ones, or all.
         layouts: rows by the layout that was recognised, such as "question (key question)".
         truncated: raw texts that lost their beginning.
         dropped: rows that were left out, by reason: `too_long` chats (a chat cannot be cut without breaking its
@@ -140,6 +146,8 @@ class RowCounts:
     leaked: int = 0
     unasked: int = 0
     with_images: int = 0
+    revision: str = ""
+    drawn_from: int = 0
     layouts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -155,6 +163,7 @@ class RowCounts:
         """Return the numbers as one line."""
         layouts = ", ".join(name for name, _ in self.layouts.most_common())
         parts = [f"{self.source}: {layouts}; {self.kept:,} of {self.rows:,} rows"]
+        parts += [f"drawn from {self.drawn_from:,}"] if self.drawn_from else []
         parts += [f"{self.with_images:,} with images"] if self.with_images else []
         parts += [f"left out: {self.left_out()}"] if self.dropped else []
         parts += [f"{self.truncated:,} texts lost their beginning"] if self.truncated else []
@@ -221,6 +230,7 @@ def recipe_prompts(
         once=True,
         measured=SuitePrompts.of(recipe.eval.suites, recipe.eval.limit, spec.allow_leaks),
         images=images,
+        sample=spec.sample,
     )
     collection = collect(spec.prompts, tokenizer, spec.limit, reading, folder)
     for counts in collection.sources:
@@ -258,6 +268,9 @@ def collect(
 ) -> Collection:
     """Read `sources` by turns, until they end or there are `limit` prompts.
 
+    With `reading.sample`, rows are drawn where there are more than the limit, of all sources or of one (its `limit`);
+    more of them than are needed, and more again if too many are left out.
+
     Args:
         folder: of the prompts' file until they were read; None for the system's place for temporary files.
 
@@ -265,12 +278,59 @@ def collect(
         BadInputError: a source is missing, unreadable, or gives no prompt at all; a row is malformed, or is measured.
     """
     reading, specs = reading or PromptReading(), as_specs(sources)
-    counts = [RowCounts(spec.path) for spec in specs]
-    reader = _Reader(tokenizer, reading)
-    streams = [reader.read(*source) for source in zip(specs, counts, strict=True)]
-    weighted = any(spec.weight is not None for spec in specs)
-    mixture = _weighted(streams, [spec.weight or 1.0 for spec in specs]) if weighted else _in_turn(streams)
-    return Collection(PromptTable(islice(mixture, limit), reading.template, folder), counts)
+    size = None if limit is None or reading.sample is None else limit + limit // 4 + 16
+    while True:
+        counts = [RowCounts(spec.path) for spec in specs]
+        numbered, drawn = _numbered_rows(specs, counts, limit, size, reading, folder)
+        reader = _Reader(tokenizer, reading)
+        streams = [reader.read(*source) for source in zip(numbered, specs, counts, strict=True)]
+        weighted = any(spec.weight is not None for spec in specs)
+        mixture = _weighted(streams, [spec.weight or 1.0 for spec in specs]) if weighted else _in_turn(streams)
+        found = Collection(PromptTable(islice(mixture, limit), reading.template, folder), counts)
+        if size is None or limit is None or len(found.prompts) == limit or not any(r.is_spent for r in drawn):
+            return found
+        size *= 4
+
+
+NumberedRows = Iterator[tuple[int, Row | RowError]]
+
+
+def _numbered_rows(
+    specs: Sequence[SourceSpec],
+    counts: Sequence[RowCounts],
+    limit: int | None,
+    size: int | None,
+    reading: PromptReading,
+    folder: Path | None,
+) -> tuple[list[NumberedRows], list[Reservoir]]:
+    """Return the rows of each source with their numbers, and the samples among them of which larger ones hold more."""
+    if reading.suite:
+        return [iter(_suite_rows(spec, limit)) for spec in specs], []
+    samples = []
+    for number, (spec, count) in enumerate(zip(specs, counts, strict=True)):
+        sizes = [n for n in (size, spec.limit) if n is not None and reading.sample is not None]
+        chance = random.Random(f"{reading.sample} {number}")
+        found = partial(setattr, count, "revision")
+        samples.append(Reservoir(spec, min(sizes), chance, found, folder) if sizes else None)
+    shuffled = limit is not None and sum(len(s) for s in samples if s) > limit
+    numbered = list[NumberedRows]()
+    for sample, spec, count in zip(samples, specs, counts, strict=True):
+        if sample is None:
+            numbered.append(enumerate(rows_of(spec, partial(setattr, count, "revision")), 1))
+        else:
+            numbered.append(sample.rows(shuffled))
+            count.drawn_from = sample.seen if sample.is_sample else 0
+    return numbered, [s for s in samples if s is not None and s.is_sample and s.size == size]
+
+
+def _suite_rows(source: SourceSpec, limit: int | None) -> list[tuple[int, Row | RowError]]:
+    """Return the rows of a suite with their numbers, at most `limit`: of each category some."""
+    return some_of_each(list(enumerate(rows_of(source), 1)), limit, lambda numbered: _category(numbered[1]))
+
+
+def _category(row: Row | RowError) -> str:
+    category = row.get("category") if isinstance(row, dict) else None
+    return category if isinstance(category, str) else ""
 
 
 class DigestSet:
@@ -318,11 +378,14 @@ class _Reader:
         self.ids, self.asked = DigestSet(), DigestSet()
         self.repeated: dict[str, int] = {}
 
-    def read(self, source: SourceSpec, counts: RowCounts) -> Iterator[Prompt]:
-        """Yield the prompts of one source. None is an error, except where unweighted sources have them already."""
+    def read(self, rows: NumberedRows, source: SourceSpec, counts: RowCounts) -> Iterator[Prompt]:
+        """Yield the prompts of one source's `rows`.
+
+        None is an error, except where unweighted sources have them already.
+        """
         name = title(source.path)
-        for number, row in enumerate(rows_of(source), 1):
-            counts.rows = number
+        for number, row in rows:
+            counts.rows += 1
             prompt = self._unnamed(row, f"{source.path}, row {number}", source, counts)
             if prompt is not None:
                 counts.kept += 1
@@ -429,8 +492,7 @@ class _Reader:
                 )
             self.repeated[first] = self.repeated.get(first, 1) + 1
             unique = f"{first}#{self.repeated[first]}"
-        category = own.get("category")
-        return replace(prompt, id=unique, suite=suite, category=category if isinstance(category, str) else "")
+        return replace(prompt, id=unique, suite=suite, category=_category(row))
 
 
 def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:

@@ -313,7 +313,7 @@ class _ResponsesBuilder:
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity.to_dict(),
-            "source": {"target": self.target.source, **self.spec.model_dump(include={"prompts", "limit"})},
+            "source": {"target": self.target.source, **self.spec.model_dump(include={"prompts", "limit", "sample"})},
             "counts": {**self.collected.counts(), f"{_EMPTY}{_DROPPED}": 0, **counts},
             "sources": self.collected.by_source(),
             # Prompts for which each drafter speculated: the rounds are its own, the text is the target's.

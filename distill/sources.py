@@ -1,19 +1,24 @@
 """Where rows of data come from: packaged sets, files, folders, the Hub. Every source is read as a stream.
 
 A source is a string in a recipe (`embedded:code`, `chats.jsonl`, `org/name:split`), or a mapping that says more about
-it: {path, weight, layout, column, split, limit}.
+it: {path, weight, layout, column, split, revision, limit}.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile, gettempdir
+from typing import Any, TypeVar
 
 from ..common import BadInputError
+from ..common.atomic import writing
 from ..common.errors import first_line
 from ..common.safe_load import (
     FileLimits,
@@ -32,6 +37,9 @@ from .table_process import hub_lines, table_lines
 EMBEDDED = "embedded:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 
+T = TypeVar("T")
+
+_TIMES_STREAMED, _LEAST_STREAMED = 100, 10_000  # rows of a Hub data set, from which a sample is drawn
 _TRIED = 10  # rows of a source that are understood before anything is loaded
 _TABLE = FileLimits(infinite=True)
 _SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # what `save_to_disk` writes beside the rows
@@ -77,11 +85,75 @@ def count_rows(source: str | SourceSpec) -> int | None:
     return sum(1 for _ in rows_of(spec))
 
 
-def rows_of(source: SourceSpec) -> Iterator[Row | RowError]:
-    """Yield the rows of a source, at most `source.limit`, or the error of a line. BadInputError: it cannot be read."""
+def rows_of(source: SourceSpec, found: Callable[[str], object] = str) -> Iterator[Row | RowError]:
+    """Yield the first `source.limit` rows of a source, or the error of a line. BadInputError: it cannot be read.
+
+    Args:
+        found: is told the commit of a Hub data set, before its first row.
+    """
+    yield from islice(_all_rows(source, found), source.limit)
+
+
+def _all_rows(source: SourceSpec, found: Callable[[str], object]) -> Iterator[Row | RowError]:
     files = [] if is_hub(source.path) else files_of(source)
-    rows = chain.from_iterable(_READERS[file.suffix](file) for file in files) if files else _hub_rows(source)
-    yield from islice(rows, source.limit)
+    return chain.from_iterable(_READERS[file.suffix](file) for file in files) if files else _hub_rows(source, found)
+
+
+class Reservoir:
+    """An even sample of a source's rows, each with its number from 1 (Vitter 1985, algorithm R).
+
+    They lie in a file without a name, and memory holds their places. Of a Hub data set, which has to be fetched, the
+    first `_TIMES_STREAMED` times as many rows are looked at, at least `_LEAST_STREAMED`.
+
+    Attributes:
+        seen: rows that were looked at.
+        is_spent: all rows of the sample were read.
+    """
+
+    def __init__(
+        self, source: SourceSpec, size: int, chance: random.Random, found: Callable[[str], object], folder: Path | None
+    ):
+        most = max(_LEAST_STREAMED, _TIMES_STREAMED * size) if is_hub(source.path) else None
+        self.chance, self.size, self.seen, self.is_spent = chance, size, 0, False
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._file, self._places = TemporaryFile(dir=folder), list[int]()  # noqa: SIM115 (`rows` closes it)
+        with writing(folder or Path(gettempdir())):
+            for self.seen, row in enumerate(islice(_all_rows(source, found), most), 1):
+                place = self.seen - 1 if self.seen <= size else chance.randrange(self.seen)
+                if place < size:
+                    self._places[place : place + 1] = [self._file.seek(0, os.SEEK_END)]
+                    kept = {"error": [row.where, row.reason]} if isinstance(row, RowError) else {"row": row}
+                    self._file.write(json.dumps([self.seen, kept]).encode() + b"\n")
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def is_sample(self) -> bool:
+        return self.seen > len(self)
+
+    def rows(self, shuffled: bool) -> Iterator[tuple[int, Row | RowError]]:
+        """Yield the sample in the source's order, or in a drawn one."""
+        places = sorted(self._places)
+        if shuffled:
+            self.chance.shuffle(places)
+        with self._file:
+            for place in places:
+                self._file.seek(place)
+                number, kept = parse_json(self._file.readline().decode(), "a sample", _TABLE)
+                yield number, RowError(*kept["error"]) if "error" in kept else kept["row"]
+        self.is_spent = True
+
+
+def some_of_each(items: Sequence[T], limit: int | None, kind: Callable[[T], str]) -> list[T]:
+    """Return at most `limit` items, as evenly over their kinds as they allow and of each the first, in their order."""
+    ranks = Counter[str]()
+    placed = []
+    for place, item in enumerate(items):
+        placed.append((ranks[kind(item)], place))
+        ranks[kind(item)] += 1
+    return [items[place] for place in sorted(place for _, place in sorted(placed)[:limit])]
 
 
 def images_folder(source: SourceSpec) -> Path | None:
@@ -130,6 +202,10 @@ def locate(source: str) -> Path:
 def files_of(source: SourceSpec) -> list[Path]:
     """Return the files of a local source in the order of their names; of a folder those of its split."""
     place = locate(source.path)
+    if source.revision is not None:
+        raise BadInputError(
+            f"{source.path}: files here have no revisions, and the recipe asks for {source.revision!r}; leave it out."
+        )
     if not place.is_dir():
         if source.split is not None:
             raise BadInputError(
@@ -238,14 +314,16 @@ _READERS: dict[str, Callable[[Path], Iterator[Row | RowError]]] = {
 }
 
 
-def _hub_rows(source: SourceSpec) -> Iterator[Row]:
+def _hub_rows(source: SourceSpec, found: Callable[[str], object]) -> Iterator[Row]:
     """Yield the rows of a Hub data set, streamed: a limit then costs no more than it reads."""
     name, _, split = source.path.partition(":")
     organisation, _, rest = name.partition("/")
     repository, _, config = rest.partition("/")
     identifier = f"{organisation}/{repository}" if repository else organisation
     try:
-        for line in hub_lines(identifier, config or None, source.split or split or "train"):
+        lines = hub_lines(identifier, config or None, source.split or split or "train", source.revision)
+        found(next(lines, b"").decode().strip())
+        for line in lines:
             yield parse_json(line.decode(), source.path, _TABLE)
     except ValueError as error:
         raise BadInputError(

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow
 import pyarrow.parquet
@@ -42,9 +42,12 @@ def table_lines(files: Sequence[Path], count: bool = False) -> Iterator[bytes]:
     yield from _lines("count" if count else "rows", [str(file) for file in files], MEMORY, SECONDS)
 
 
-def hub_lines(name: str, config: str | None, split: str) -> Iterator[bytes]:
-    """Yield each row of a data set of the Hub as a line of JSON, as it comes; ValueError says why it cannot."""
-    yield from _lines("hub", [name, config, split], HUB_MEMORY, HUB_SECONDS, HUB_PATIENCE)
+def hub_lines(name: str, config: str | None, split: str, revision: str | None) -> Iterator[bytes]:
+    """Yield the commit of a data set of the Hub, and each row as a line of JSON, as it comes.
+
+    ValueError says why it cannot.
+    """
+    yield from _lines("hub", [name, config, split, revision], HUB_MEMORY, HUB_SECONDS, HUB_PATIENCE)
 
 
 def _lines(what: str, asked: list[Any], memory: int, seconds: float, patience: float = 0.0) -> Iterator[bytes]:
@@ -91,13 +94,21 @@ def _rows(file: Path) -> Iterator[Any]:
                 yield batch.slice(begin, AT_ONCE).to_pylist()
 
 
-def _hub_rows(patience: float, name: str, config: str | None, split: str) -> Iterator[Any]:
-    """Yield some rows at a time; the clock runs while they are waited for, and not while they are taken."""
+def _hub_rows(
+    patience: float, out: BinaryIO, name: str, config: str | None, split: str, revision: str | None
+) -> Iterator[Any]:
+    """Write the commit to `out`, then yield some rows at a time.
+
+    The clock runs while they are waited for, and not while they are taken.
+    """
     wait = (lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)) if resource else (lambda _: None)
     wait(patience)  # no one handles its signal, either
     from datasets import load_dataset
+    from huggingface_hub import HfApi
 
-    rows = iter(load_dataset(name, config, split=split, streaming=True))
+    commit = HfApi().dataset_info(name, revision=revision).sha
+    rows = iter(load_dataset(name, config, split=split, revision=commit, streaming=True))
+    out.write(f"{commit}\n".encode())
     while some := list(islice(rows, AT_ONCE)):
         wait(0)
         yield some
@@ -141,7 +152,9 @@ def _serve(memory: int, seconds: float, patience: float, what: str) -> int:
         if what == "count":
             out.write(str(sum(pyarrow.parquet.ParquetFile(file).metadata.num_rows for file in asked)).encode())
             asked = []
-        for rows in _hub_rows(patience, *asked) if what == "hub" else (r for file in asked for r in _rows(Path(file))):
+        for rows in (
+            _hub_rows(patience, out, *asked) if what == "hub" else (r for file in asked for r in _rows(Path(file)))
+        ):
             out.writelines(map(_line, rows))
             out.flush()
             _limit(memory, seconds)

@@ -516,11 +516,11 @@ def _command_line() -> str | None:
 
 
 def suite_info(suite: Suite, limit: int | None, later_turns: int | None = None) -> SuiteInfo:
-    """Return the name, digest and size of a suite's first `limit` prompts: a limit makes it another suite.
+    """Return the name, digest and size of at most `limit` prompts of a suite: a limit makes it another suite.
 
     `later_turns`: of its conversations, that were asked; None if only first turns are.
     """
-    used = suite if limit is None else make_suite(suite.name, suite.prompts[:limit])
+    used = suite if limit is None else make_suite(suite.name, suite.some(limit))
     asked, of = later_turns or 0, sum(len(p.later) for p in used.prompts)
     return SuiteInfo(
         name=suite.name,

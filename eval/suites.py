@@ -20,6 +20,7 @@ from ..decode import Decoder, Plan
 from ..distill.conversation import next_question
 from ..distill.prompt_table import Prompt, digest_prompts
 from ..distill.recipe_prompts import PromptReading, collect
+from ..distill.sources import some_of_each
 from ..recipes import EvalSpec
 from ..recipes.suite_names import PACKAGED, find_suites
 from ..targets import Target
@@ -43,6 +44,10 @@ class Suite:
     unasked: int = 0
     learnt: int = 0
 
+    def some(self, limit: int | None) -> list[Prompt]:
+        """Return at most `limit` prompts, as evenly over their categories as they allow, in their order."""
+        return some_of_each(self.prompts, limit, lambda prompt: prompt.category)
+
 
 def load_suites(
     names: Sequence[str],
@@ -57,7 +62,7 @@ def load_suites(
     last question is asked, after its own answers; of `turns` every one (see `with_later_turns`).
 
     Args:
-        limit: the first so many prompts of each; None for all.
+        limit: so many prompts of each, some of every category; None for all.
         template: arguments of the chat template (`template` in a recipe).
         images: the target's reader of them (`Target.images`); None for a target that sees none.
 
@@ -231,8 +236,8 @@ class PromptJob:
 
 
 def make_jobs(suites: Sequence[Suite], limit: int | None = None) -> list[PromptJob]:
-    """Return the first `limit` prompts of each suite, suite by suite."""
-    return [_job(s.name, p) for s in suites for p in s.prompts[:limit]]
+    """Return at most `limit` prompts of each suite, suite by suite."""
+    return [_job(s.name, p) for s in suites for p in s.some(limit)]
 
 
 def _job(suite: str, prompt: Prompt, turn: int = 1) -> PromptJob:

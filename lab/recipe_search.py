@@ -364,7 +364,7 @@ class _Scoring:
     def _score(self, recipe: Recipe, share: float) -> Score:
         drafter = load_drafter(recipe.output_folder / "drafter", self.comparison.target)
         settings = timing_key(recipe, drafter.max_depth)
-        prompts = max(len(suite.prompts[: recipe.eval.limit]) for suite in self.comparison.suites)
+        prompts = max(len(suite.some(recipe.eval.limit)) for suite in self.comparison.suites)
         limit, most = (math.ceil(prompts / 3), DEEPEST // 2) if share < EARLY else (prompts, DEEPEST)
         asked, known = recipe.eval.model_copy(update={"limit": limit}), self.times.get(settings)
         chain, plain, self.times[settings] = best_chain(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
@@ -51,7 +50,7 @@ class _CalibrationLine(ForeignModel):
 
 
 def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPTS) -> list[Prompt]:
-    """Return the first prompts of each of the recipe's suites that leave room for a response, suite by suite.
+    """Return some prompts of each of the recipe's suites that leave room for a response, suite by suite.
 
     Those with images are left out: a calibration travels without them.
     """
@@ -61,16 +60,6 @@ def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPT
     # Two files may both call their rows "test"; a suite's name is unique, and the bootstrap draws within suites.
     named = [replace(prompt, suite=suite.name) for suite in suites for prompt in suite.prompts]
     return [prompt for prompt in named if len(prompt.tokens) <= room and not prompt.images]
-
-
-def first_of_each_suite(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
-    """Return at most `num_prompts` of them, as evenly over their suites as they allow, in their own order."""
-    ranks: Counter[str] = Counter()
-    placed = []
-    for place, prompt in enumerate(prompts):
-        placed.append((ranks[prompt.suite], place))
-        ranks[prompt.suite] += 1
-    return [prompts[place] for place in sorted(place for _, place in sorted(placed)[:num_prompts])]
 
 
 def rendered(prompts: Sequence[Prompt], target: Target, template: Mapping[str, Any]) -> list[Prompt]:

@@ -23,11 +23,12 @@ from typing import Any, Literal
 from rich.console import Console
 
 from ..common import BadInputError, IncompatibleError
+from ..distill.sources import some_of_each
 from ..eval.reports.figures import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap
 from ..heads import HEADS
 from ..targets import Target
-from .calibration import NUM_PROMPTS, calibrate, first_of_each_suite, rendered
+from .calibration import NUM_PROMPTS, calibrate, rendered
 from .manifest import ProbeBaseline, PromptMeasure
 from .pair import Pair
 
@@ -105,7 +106,7 @@ def probe(
     except IncompatibleError as error:
         return ProbeResult("incompatible", lines=[str(error)])
     changes = pair.fingerprint().differences(target.fingerprint())
-    prompts = first_of_each_suite(pair.calibration(), num_prompts)
+    prompts = some_of_each(pair.calibration(), num_prompts, lambda prompt: prompt.suite)
     known = {m.id: m for m in baseline.prompts}
     if unknown := [p.id for p in prompts if p.id not in known]:
         raise BadInputError(

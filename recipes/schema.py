@@ -241,7 +241,8 @@ class SourceSpec(Section):
         layout: how a row is read, where its keys do not say what it is; see `outrider.distill.dataset_formats`.
         column: the key that holds what is asked, where it is none of the known ones.
         split: of a folder or a Hub data set; `train` if it has one.
-        limit: the first so many rows.
+        revision: a branch, tag or commit of a Hub data set; null for its main branch.
+        limit: so many rows, drawn as `data.sample` says.
     """
 
     path: str
@@ -249,6 +250,7 @@ class SourceSpec(Section):
     layout: Literal["text", "question", "turns", "messages"] | None = None
     column: str | None = None
     split: str | None = None
+    revision: str | None = None
     limit: Positive | None = None
 
 
@@ -266,6 +268,8 @@ class DataSpec(Section):
         prompts: `embedded:code`, `embedded:docs`, `embedded:prose`, a .jsonl/.json/.parquet/.arrow/.txt file, a folder
             of them, or a Hub data set (`org/name` or `org/name:split`); each a text, or a mapping with `path`.
         limit: prompts used in all, taken from the sources in turn; null for all.
+        sample: seed of the draw of rows where there are more than a limit; null for the first ones. Of a Hub data set
+            some hundred times the limit are looked at.
         answers: `target` has the target answer every turn itself; `given` takes the answers that came with the rows.
         max_prompt_tokens: longer raw texts lose their beginning, longer chats are left out, and a conversation ends
             before a longer question.
@@ -299,6 +303,7 @@ class DataSpec(Section):
 
     prompts: Annotated[list[Source], Field(min_length=1), EachOnce]
     limit: Positive | None = None
+    sample: int | None = 0
     answers: Literal["target", "given"] = "target"
     max_prompt_tokens: Positive = 2048
     malformed: Literal["refuse", "drop"] = "refuse"
@@ -394,7 +399,7 @@ class EvalSpec(Section):
         tree: a static tree instead, the parent of each node as in `outrider.decode.Tree`; it decides the depth.
         temperatures: each is measured; the first decides what is tuned.
         max_new_tokens: length limit of a completion.
-        limit: prompts per suite; null for all.
+        limit: prompts per suite, some of each of its categories; null for all.
         max_prompt_tokens: longer prompts are left out, and counted; null: one that does not fit the target's context
             is an error.
         contexts: every prompt is filled up to these lengths, in tokens, by the suite's other prompts; [] leaves them.

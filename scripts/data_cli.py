@@ -121,7 +121,7 @@ def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> 
             row = table[index]
             yield f"{row['id']} (row {index} of {folder})", _coloured(row["input_ids"], row["loss_mask"], tokenizer)
         return
-    few = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": count})})
+    few = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": count, "sample": None})})
     for prompt in recipe_prompts(few, tokenizer, warn=False, images=_images(recipe, tokenizer)).prompts:
         if recipe.data.answers == "target":
             yield f"{prompt.id} (the target has not answered yet)", _asked(prompt)

@@ -94,7 +94,7 @@ def measure_in_engine(
         )
     if settings.batch_sizes or settings.sampling == "served":
         raise BadInputError("eval.batch_sizes and eval.sampling: served are our own decoder's; leave them out.")
-    prompts = [prompt for suite in suites for prompt in suite.prompts[: settings.limit]]
+    prompts = [prompt for suite in suites for prompt in suite.some(settings.limit)]
     if any(prompt.later for prompt in prompts):
         raise BadInputError("later turns follow on answers of our own decoder; cut these suites to their first turns.")
     entrant = Contestant.of(drafter.name, drafter, Plan(settings.depth if depth is None else depth))

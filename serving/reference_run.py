@@ -262,9 +262,7 @@ def expect(
     Raises:
         BadInputError: a prompt leaves no room in the target's context.
     """
-    asked = [
-        ServedPrompt(suite=s.name, id=p.id, tokens=list(p.tokens)) for s in suites for p in s.prompts[: trial.limit]
-    ]
+    asked = [ServedPrompt(suite=s.name, id=p.id, tokens=list(p.tokens)) for s in suites for p in s.some(trial.limit)]
     expected = Expectation(
         target=target.fingerprint().digest,
         drafter=drafter.name,
@@ -307,7 +305,7 @@ def sent_texts(
     for suite in suites:
         chat = next((p for p in suite.prompts if p.messages is not None), None)
         has_chats |= chat is not None
-        texts = "\n".join(p.text for p in suite.prompts[:limit])[:LONGEST_TEXT]
+        texts = "\n".join(p.text for p in suite.some(limit))[:LONGEST_TEXT]
         if chat is not None:
             yield _sent_chat(suite.name, chat)
         elif texts.strip():

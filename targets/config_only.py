@@ -40,7 +40,7 @@ from ..common.safe_load import read_json
 from .fingerprint import Fingerprint, digest_tokenizer, plain_config
 from .layers import decoder_layers
 from .loading import folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, split_shape, target_path
-from .model_folder import GENERATION_CONFIG, INDEX, SINGLE, plain_weight_map
+from .model_folder import GENERATION_CONFIG, INDEX, SINGLE, commit_of, plain_weight_map
 from .target import Target
 from .weights import digest_tensor, stored_tensors
 
@@ -69,6 +69,7 @@ def config_only_target(
     if adapter is not None or quantize is not None or split_shape(path)[1] is not None:
         return load()
     name = target_path(path)
+    revision = commit_of(name, revision)
     folder = folder_of(name, dtype, revision, trust_remote_code)
     model = meta_causal_lm(name, dtype, revision, trust_remote_code)
     if not is_plain(model):
@@ -211,6 +212,7 @@ def target_without_layers(
     path = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
     if split_shape(path)[1] is not None:
         raise BadInputError(f"target.engine: {path!r} is grown while it is loaded; save it (outrider lab grow) first.")
+    revision = commit_of(target_path(path), revision)
     folder = folder_of(target_path(path), dtype, revision, trust_remote_code)
     model = meta_causal_lm(path, dtype, revision, trust_remote_code)
     if model.can_generate() and (folder / GENERATION_CONFIG).exists():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError
+from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError, LocalEntryNotFoundError
 
 from ..common.errors import BadInputError, Refusal, reason
 from ..common.safe_load import MEGABYTE, FileLimits, Unreadable, kind_of, read_json
@@ -67,6 +67,11 @@ def model_folder(name: str, revision: str | None = None, trust_remote_code: bool
     return folder
 
 
+def commit_of(name: str, revision: str | None = None) -> str | None:
+    """Return the commit that a revision on the Hub means now; of a folder the revision. Raises as `model_folder`."""
+    return revision if is_local(name) else model_folder(name, revision, weights=False).name
+
+
 def require_local_model(name: str) -> None:
     """Raise BadInputError if `name` is no Hub id, and no folder with a config.json."""
     folder = Path(name).expanduser()
@@ -89,7 +94,7 @@ def say_if_downloaded(name: str, file: str, revision: str | None = None) -> None
 def _snapshot(name: str, revision: str | None, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
-    except IncompleteSnapshotError as error:
+    except (IncompleteSnapshotError, LocalEntryNotFoundError) as error:  # the latter of a commit
         config = try_to_load_from_cache(name, MODEL_CONFIG, revision=revision)
         if not isinstance(config, str):
             raise _unreachable(name, error) from error

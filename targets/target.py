@@ -35,7 +35,7 @@ from .loading import (
     target_growth,
     target_path,
 )
-from .model_folder import is_local
+from .model_folder import commit_of, is_local
 from .packed_weights import PackedModel
 from .pass_memory import Footprint, measure
 from .peft_adapters import merge_adapter
@@ -60,7 +60,8 @@ class Target(Backbone):
     caches, and passes through the layers are those of a `Backbone`.
 
     Attributes:
-        source: where it was loaded from, for people: `{"path", "revision", "adapter"}`, and "quantize" if it was.
+        source: where it was loaded from, for people: `{"path", "revision", "adapter"}`, and "quantize" if it was. From
+            the Hub, the revision is the commit.
         sharded: whether each process holds only a part of its layers, see `targets.sharding`.
         has_layers: whether it makes passes; else they are an engine's.
     """
@@ -130,6 +131,7 @@ class Target(Backbone):
             )
             return _load_sharded(whole, torch.device(device or best_device()))
         path, adapter = os.path.expanduser(path), None if adapter is None else os.path.expanduser(adapter)
+        revision = commit_of(target_path(path), revision)  # of which everything is read, whatever is pushed meanwhile
         model = load_causal_lm(target_path(path), dtype, revision, trust_remote_code, attention)
         tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
         model = model if adapter is None else merge_adapter(model, adapter)

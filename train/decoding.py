@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from ..common import BadInputError
 from ..decode import Decoder, Output, Plan, Round, Sampling
 from ..decode.rng import uniforms
 from ..distill.prompt_table import Prompt
+from ..distill.sources import some_of_each
 from ..eval.measure import plan_of
 from ..eval.suites import load_suites
 from ..heads import Drafter
@@ -217,17 +220,19 @@ class MeasuredTau:
 
 
 def _prompts(spec: EvalSpec, target: Target) -> list[Prompt]:
-    """Return the first prompts of the suites, taken from them in turn."""
+    """Return prompts of the suites, as many of each as of any other, taken from them in turn."""
     suites = load_suites(spec.suites, target.require_tokenizer(), spec.training_prompts, images=target.images)
-    turns = max(len(suite.prompts) for suite in suites)
-    prompts = [s.prompts[i] for i in range(turns) for s in suites if i < len(s.prompts)]
+    named = [replace(prompt, suite=suite.name) for suite in suites for prompt in suite.prompts]
+    shares = Counter(p.suite for p in some_of_each(named, spec.training_prompts, lambda prompt: prompt.suite))
+    taken = [suite.some(shares[suite.name]) for suite in suites]
+    prompts = [prompt for turn in zip_longest(*taken) for prompt in turn if prompt is not None]
     longest, limit = max(len(prompt.tokens) for prompt in prompts), target.max_context
     if limit is not None and longest + spec.max_new_tokens > limit:
         raise BadInputError(
             f"eval.training_prompts: the longest prompt of the suites has {longest} tokens; with eval.max_new_tokens="
             f"{spec.max_new_tokens} it exceeds the target's context of {limit}. Lower eval.max_new_tokens."
         )
-    return prompts[: spec.training_prompts]
+    return prompts
 
 
 def drafted_parts(tokens: Sequence[int], rounds: Sequence[Round]) -> list[tuple[list[int], bool]]:

@@ -201,7 +201,7 @@ def _of_responses(folder: Path, learn_prompts: bool) -> Workload:
 
 
 def _of_prompts(recipe: Recipe) -> Workload:
-    """Return the lengths of local prompts, in the target's tokens; of many rows the first ones stand for all.
+    """Return the lengths of local prompts, in the target's tokens; of many rows some stand for all.
 
     Without a tokenizer beside the target's config a token is assumed to have `_BYTES` bytes.
     """
@@ -211,7 +211,7 @@ def _of_prompts(recipe: Recipe) -> Workload:
     place = recipe.target
     images = image_reader_of(place.path, place.revision, place.trust_remote_code, tokenizer)
     reading = PromptReading(
-        spec.max_prompt_tokens, recipe.template, True, given, drop_malformed=True, once=True, images=images
+        spec.max_prompt_tokens, recipe.template, True, given, True, True, images=images, sample=spec.sample
     )
     read = collect(spec.prompts, tokenizer, min(_SAMPLE, spec.limit or _SAMPLE), reading)
     questions = [[len(prompt.tokens), *(_length(tokenizer, turn) for turn in prompt.later)] for prompt in read.prompts]
@@ -233,7 +233,7 @@ def _of_prompts(recipe: Recipe) -> Workload:
     )
     words = (
         f"{count:,} prompts of {min(map(sum, questions)):,} to {max(map(sum, questions)):,} tokens"
-        + (f", the first {sampled:,} of them read" if count > sampled else "")
+        + (f", {sampled:,} of them read" if count > sampled else "")
         + (", with answers of their own" if given else f", answered with {spec.max_new_tokens} at most")
         + how
     )

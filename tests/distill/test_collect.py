@@ -23,7 +23,7 @@ from outrider.distill.conversation import given_sequences
 from outrider.distill.prompt_table import digest_prompts
 from outrider.distill.recipe_prompts import Collection, DigestSet, PromptReading, collect, read_prompts, recipe_prompts
 from outrider.distill.sources import check_sources
-from outrider.recipes import Recipe
+from outrider.recipes import Recipe, SourceSpec
 from outrider.targets import Target
 
 from .conftest import Rows, Tokenizer, assistant, plain, user
@@ -373,3 +373,63 @@ def test_a_source_whose_rows_all_repeat_another_adds_nothing(
     found = recipe_prompts(recipe(files), tokenizer)
     assert (len(found.prompts), found.counts()["duplicate"]) == (2, 1)
     assert "second.jsonl: 100.0% of the rows were left out" in caplog.text
+
+
+def drawn(tokenizer: Tokenizer, sources: list[Any], limit: int | None, sample: int | None = 0) -> Collection:
+    return collect(sources, tokenizer, limit, PromptReading(sample=sample, once=True, drop_malformed=True))
+
+
+def test_a_limit_draws_rows_from_all_of_a_sorted_source(rows: Rows, tokenizer: Tokenizer) -> None:
+    file = rows("sorted.jsonl", *({"text": f"task {i // 100} of {i}"} for i in range(1000)))
+    found = drawn(tokenizer, [file], 100)
+    tasks = [int(prompt.text.split()[1]) for prompt in found.prompts]
+    assert len(tasks) == 100
+    assert all(2 <= tasks.count(task) <= 22 for task in range(10)), "ten are expected, within four deviations"
+    [counts] = found.sources
+    assert (counts.kept, counts.drawn_from) == (100, 1000)
+    assert counts.summary().endswith("100 of 100 rows; drawn from 1,000")
+    assert {prompt.id for prompt in found.prompts} == {f"sorted/{int(p.text.split()[3]) + 1}" for p in found.prompts}
+    assert digest_prompts(drawn(tokenizer, [file], 100).prompts) == digest_prompts(found.prompts)
+    assert digest_prompts(drawn(tokenizer, [file], 100, sample=1).prompts) != digest_prompts(found.prompts)
+    assert [p.text for p in drawn(tokenizer, [file], 100, sample=None).prompts] == [
+        f"task 0 of {i}" for i in range(100)
+    ]
+
+
+def test_rows_that_a_limit_does_not_cut_keep_their_order(rows: Rows, tokenizer: Tokenizer) -> None:
+    files = [rows("a.jsonl", *numbered("a", 30)), rows("b.jsonl", *numbered("b", 20))]
+    for limit in (None, 50, 51, 5000):
+        found = drawn(tokenizer, files, limit)
+        assert digest_prompts(found.prompts) == digest_prompts(drawn(tokenizer, files, None, sample=None).prompts)
+        assert [counts.drawn_from for counts in found.sources] == [0, 0]
+    cut = [prompt.text for prompt in drawn(tokenizer, files, 40).prompts]  # each source has fewer rows than the limit
+    assert {f"a{i}" for i in range(20)} | {f"b{i}" for i in range(20)} != set(cut)
+    assert [text[0] for text in cut] == ["a", "b"] * 20
+
+
+def test_a_sources_own_limit_is_a_sample_of_it_in_its_order(rows: Rows, tokenizer: Tokenizer) -> None:
+    file = rows("a.jsonl", *numbered("a", 500))
+    found = drawn(tokenizer, [SourceSpec(path=file, limit=20)], None)
+    places = [int(prompt.text[1:]) for prompt in found.prompts]
+    assert len(places) == 20
+    assert sorted(places) == places
+    assert max(places) > 250
+    [counts] = found.sources
+    assert (counts.rows, counts.drawn_from) == (20, 500)
+
+
+def test_a_sample_is_as_large_as_the_limit_though_most_rows_are_left_out(rows: Rows, tokenizer: Tokenizer) -> None:
+    few = [{"text": f"row {i}" if i % 10 == 0 else "the same"} for i in range(2000)]
+    found = drawn(tokenizer, [rows("few.jsonl", *few)], 60)
+    assert len({prompt.text for prompt in found.prompts}) == len(found.prompts) == 60
+    everything = drawn(tokenizer, [rows("few.jsonl", *few)], 300)
+    assert len(everything.prompts) == 201
+
+
+def test_a_malformed_row_of_a_sample_has_its_own_number(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "good"}\n' * 3 + "no json\n" + "".join(f'{{"text": "good {i}"}}\n' for i in range(9)))
+    [counts] = drawn(tokenizer, [str(file)], 8).sources
+    assert [line.partition(": not")[0] for line in counts.malformed] in ([f"{file}: line 4"], [])
+    [counts] = drawn(tokenizer, [str(file)], 12).sources
+    assert [line.partition(": not")[0] for line in counts.malformed] == [f"{file}: line 4"]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import resource
+import threading
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow
 import pyarrow.parquet
@@ -19,8 +23,8 @@ from datasets import Dataset, DatasetDict
 from outrider.common import BadInputError
 from outrider.distill import table_process
 from outrider.distill.dataset_formats import RowError
-from outrider.distill.recipe_prompts import read_prompts
-from outrider.distill.sources import check_sources, count_rows, rows_of, title
+from outrider.distill.recipe_prompts import PromptReading, collect, read_prompts
+from outrider.distill.sources import Reservoir, check_sources, count_rows, rows_of, title
 from outrider.recipes import SourceSpec
 
 from ..serving.hostile_server import Hostile, endless
@@ -183,6 +187,85 @@ def test_a_table_holds_what_json_has_not(tmp_path: Path, kind: str) -> None:
     pyarrow.parquet.write_table(table, file) if kind == "parquet" else arrow(file, table)
     [found] = rows_of(SourceSpec(path=str(file)))
     assert found == row | {"text": {"bytes": 1}, "when": "2031-01-01 00:00:00"}
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A Hub of one data set with 25,000 rows, whose newest commit is `COMMIT`; `asked` are the paths of requests."""
+
+    rows = "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(25_000)).encode()
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        path, file = (
+            self.path.partition("?")[0],
+            {"type": "file", "path": "a.jsonl", "size": len(self.rows), "oid": "1"},
+        )
+        about = {"id": "org/name", "sha": COMMIT, "siblings": [{"rfilename": "a.jsonl"}]}
+        if path.startswith("/api/datasets/org/name/tree"):
+            self._send(200, json.dumps([file]).encode())
+        elif path.startswith("/api/datasets/org/name"):
+            self._send(200, json.dumps(about).encode())
+        elif path == f"/datasets/org/name/resolve/{COMMIT}/a.jsonl":
+            self._send(200, self.rows)
+        else:
+            self._send(404, b"{}")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        headers = {"Content-Length": str(len(body)), "X-Repo-Commit": COMMIT, "ETag": '"1"'}
+        for name, value in headers.items() if status == 200 else [("X-Error-Code", "EntryNotFound"), *headers.items()]:
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+COMMIT = "b" * 40
+
+
+def test_a_data_set_of_the_hub_is_read_at_the_commit_that_is_written_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Also where none was asked for; and a sample of it is drawn from its first rows alone."""
+    http = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{http.server_address[1]}"
+    values = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    for revision, limit in ((None, 10), ("main", 10)):
+        source = SourceSpec(path="org/name", revision=revision)
+        found = collect([source], tokenizer, limit, PromptReading(sample=0))
+        [counts] = found.sources
+        assert (counts.revision, counts.drawn_from, counts.kept) == (COMMIT, 10_000, 10)
+    assert "/api/datasets/org/name/revision/main" in _Hub.asked
+    assert any(int(prompt.text.split()[1]) > 100 for prompt in found.prompts)
+    http.shutdown()
+    http.server_close()
+
+
+def test_files_have_no_revision(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(BadInputError, match="files here have no revisions, and the recipe asks for 'v2'"):
+        texts(tmp_path / "a.jsonl", revision="v2")
+
+
+def test_a_reservoir_draws_every_row_equally_often(tmp_path: Path) -> None:
+    file, drawn, draws = write_rows(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(12)]), Counter[int](), 2000
+    for seed in range(draws):
+        sample = Reservoir(SourceSpec(path=file), 3, random.Random(seed), str, tmp_path)
+        numbers = [number for number, _ in sample.rows(shuffled=True)]
+        assert len(set(numbers)) == 3
+        drawn.update(numbers)
+    expected = draws * 3 / 12
+    assert sum((drawn[number] - expected) ** 2 for number in range(1, 13)) / expected < 31.3, "chi-square of 11, 0.1%"
 
 
 def test_a_hub_that_never_ends_its_answer_holds_no_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 from outrider.common import BadInputError
 from outrider.distill.prompt_table import Prompt
 from outrider.distill.recipe_prompts import SuitePrompts
-from outrider.eval.suites import load_suites, make_suite
+from outrider.distill.sources import some_of_each
+from outrider.eval.suites import load_suites, make_jobs, make_suite
 
 
 @pytest.fixture
@@ -26,10 +27,37 @@ def test_a_prompt_file_is_a_suite_named_after_it(file, tiny_tokenizer):
     assert list(suite.prompts[0].tokens) == tiny_tokenizer("def f0(x):")["input_ids"]
 
 
-def test_a_limit_takes_the_first_prompts_and_changes_the_digest(file, tiny_tokenizer):
+def test_a_limit_takes_the_first_prompts_of_rows_without_a_category_and_changes_the_digest(file, tiny_tokenizer):
     (whole,), (part,) = load_suites([str(file)], tiny_tokenizer), load_suites([str(file)], tiny_tokenizer, limit=2)
     assert part.prompts == whole.prompts[:2]
     assert part.digest != whole.digest
+
+
+def test_a_limit_takes_as_evenly_of_all_categories_as_it_can_and_of_each_the_first(tmp_path, tiny_tokenizer):
+    rows = [
+        {"id": f"{c}{i}", "category": c, "text": f"{c} {i}"}
+        for c, n in (("a", 5), ("b", 5), ("c", 1))
+        for i in range(n)
+    ]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = {
+        1: "a0",
+        3: "a0 b0 c0",
+        4: "a0 a1 b0 c0",
+        7: "a0 a1 a2 b0 b1 b2 c0",
+        11: " ".join(r["id"] for r in rows),
+    }
+    (whole,) = load_suites([str(path)], tiny_tokenizer)
+    for limit, ids in expected.items():
+        (part,) = load_suites([str(path)], tiny_tokenizer, limit)
+        assert [p.id.removeprefix("tasks/") for p in part.prompts] == ids.split()
+        assert part.prompts == whole.some(limit) == part.some(limit) == make_suite("s", whole.some(limit)).some(limit)
+        assert [job.prompt for job in make_jobs([whole], limit)] == part.prompts
+        assert {place.partition("row ")[2] for place in SuitePrompts.of([str(path)], limit).places.values()} == {
+            str(1 + rows.index(row)) for row in rows if row["id"] in ids.split()
+        }, "what must not be learnt is what is measured"
+    assert [p.id for p in some_of_each(whole.prompts, 4, lambda p: p.id[-1])] == [p.id for p in whole.prompts[:4]]
 
 
 def test_the_digest_depends_on_ids_tokens_and_order_only():

@@ -21,7 +21,6 @@ from outrider.pair import calibration
 from outrider.pair.calibration import (
     calibrate,
     choose_prompts,
-    first_of_each_suite,
     read_calibration,
     rendered,
     settings,
@@ -62,13 +61,6 @@ def test_each_suite_gives_its_share_of_prompts_that_leave_room(recipe, make_targ
     assert asked == [(names, target.tokenizer, 11, {}), (names, target.tokenizer, 3, {})]
     monkeypatch.setattr(Target, "max_context", property(lambda self: None))
     assert len(choose_prompts(three, target)) == 6, "a context without an end has room for any prompt"
-
-
-def test_the_first_of_each_suite_come_first_and_stay_in_their_order():
-    expected = {0: "", 1: "0", 3: "034", 4: "0134", 5: "01345", 6: "012345", 9: "012345"}
-    prompts = [Prompt(str(i), suite, (1,)) for i, suite in enumerate("aaabcc")]
-    assert {n: "".join(p.id for p in first_of_each_suite(prompts, n)) for n in expected} == expected
-    assert [p.suite for p in first_of_each_suite(prompts[:3] + prompts[4:], 3)] == ["a", "a", "c"]
 
 
 def test_prompts_of_messages_are_asked_as_the_targets_template_asks_them(make_target, prompts):

@@ -21,7 +21,7 @@ data: {prompts: [a.jsonl]}
 
 
 KEYS = "name, target, drafter, data, template, training, joint, eval, output"
-SOURCE = "path, weight, layout, column, split, limit"
+SOURCE = "path, weight, layout, column, split, revision, limit"
 STATIC = "eval: a static tree has its own width and number of nodes; leave out width and nodes, or tree."
 
 

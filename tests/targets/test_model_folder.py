@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.common import BadInputError, IncompatibleError, OutriderError, Refusal
 from outrider.heads import DraftModel, DraftModelConfig, Eagle3, Eagle3Config, load_drafter
-from outrider.targets import Target, load_causal_lm, load_tokenizer
+from outrider.targets import Target, config_only_target, load_causal_lm, load_tokenizer
+from outrider.targets.config_only import target_without_layers
 from outrider.targets.loading import load_tokenizer_of
 from outrider.targets.model_folder import check_files
 from outrider.targets.weights import stored_tensors
@@ -256,6 +258,13 @@ def test_a_revision_is_the_one_that_was_asked_for(saved, hub):
     keep_in_cache(saved, hub)
     older, newer = (load_causal_lm(NAME, revision=revision) for revision in ("a" * 40, None))
     assert older.config.rms_norm_eps != newer.config.rms_norm_eps == 1e-3
+
+
+@pytest.mark.parametrize("load", [partial(Target.load, device="cpu"), config_only_target, target_without_layers])
+def test_a_target_of_the_hub_knows_its_commit_also_where_none_was_asked_for(saved, hub, load):
+    keep_in_cache(saved, hub, commit="a" * 40)
+    assert load(NAME).source["revision"] == load(NAME, "a" * 40).source["revision"] == "a" * 40
+    assert load(saved).source["revision"] is None
 
 
 def test_weights_in_several_files_are_found_by_their_index(saved, hub):

@@ -162,7 +162,7 @@ def test_local_prompts_are_counted_and_limited(recipe, tmp_path):
 def test_local_prompts_are_as_long_as_the_targets_tokenizer_says(
     recipe: MakeRecipe, config: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch
 ) -> None:
-    """Of many rows the first ones are read, and stand for the others; answers of their own count as they are."""
+    """Of many rows some are read, and stand for the others; answers of their own count as they are."""
     shutil.copytree(config, tmp_path / "target")
     tiny_tokenizer.save_pretrained(tmp_path / "target")
     texts = [f"def function_{number}(first):\n" * (number % 3 + 1) for number in range(30)]
@@ -182,10 +182,13 @@ def test_local_prompts_are_as_long_as_the_targets_tokenizer_says(
     assert given.tokens - given.prompt_tokens == 30 * answer
     assert given.supervised == pytest.approx(30 * answer / given.tokens)
     monkeypatch.setattr(resource_estimate, "_SAMPLE", 6)
-    sampled = planned()
+    sampled = planned(sample=None)
     assert (sampled.sequences, sampled.prompt_tokens) == (30, 5 * sum(lengths[:6]))
     assert sampled.longest == 2048 + 30
-    assert "the first 6 of them read" in sampled.source
+    assert ", 6 of them read" in sampled.source
+    drawn = {planned(sample=seed).prompt_tokens for seed in range(3)}
+    assert len(drawn) > 1
+    assert all(5 * 6 * min(lengths) <= tokens <= 5 * 6 * max(lengths) for tokens in drawn)
 
 
 def test_this_machine_has_a_row_and_its_own_times_if_asked(recipe, monkeypatch) -> None:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -85,15 +85,20 @@ def _digest(file: Path, again: bool, settled: bool | None = None) -> str:
     return digest
 
 
-def problem_of(file: Path, expected: str, again: bool = False) -> str | None:
-    """Return the problem with a file whose `file_digest` should be `expected`, in words; None if there is none."""
-    problem = _problem_of(file, expected, again)
+def problem_of(file: Path, expected: str, again: bool = False, size: int | None = None) -> str | None:
+    """Return the problem with a file whose `file_digest` should be `expected`, in words; None if there is none.
+
+    One that has not `size` bytes, where that is known, is not read: of a terabyte that would take an hour.
+    """
+    problem = _problem_of(file, expected, again, size)
     digest_cache.save()
     return problem
 
 
-def _problem_of(file: Path, expected: str, again: bool = False) -> str | None:
+def _problem_of(file: Path, expected: str, again: bool = False, size: int | None = None) -> str | None:
     try:
+        if size is not None and (found := file.stat().st_size) != size:
+            return f"content differs ({found:,} bytes, recorded {size:,})"
         if not again and _digest(file, again=False) == expected:
             return None
         digest = _digest(file, again=True)  # only bytes that were read now are refused
@@ -183,12 +188,19 @@ def problems(folder: Path) -> list[str]:
     return listed_problems(folder, listed(folder))
 
 
-def listed_problems(folder: Path, expected: dict[str, str]) -> list[str]:
-    """Return the problems with files in `folder` that should have these digests, one line each, the name first."""
+def listed_problems(folder: Path, expected: dict[str, str], sizes: Mapping[str, int] | None = None) -> list[str]:
+    """Return the problems with files in `folder` that should have these digests, one line each, the name first.
+
+    `sizes`: those that are known, in bytes, as in `problem_of`.
+    """
+
+    def problem(name: str) -> str | None:
+        return _problem_of(folder / name, expected[name], size=(sizes or {}).get(name))
+
     with ThreadPoolExecutor(_READERS) as readers:
-        checked = list(readers.map(lambda name: _problem_of(folder / name, expected[name]), expected))
+        checked = list(readers.map(problem, expected))
     digest_cache.save()
-    return [f"{name}: {problem}" for name, problem in zip(expected, checked, strict=True) if problem is not None]
+    return [f"{name}: {found}" for name, found in zip(expected, checked, strict=True) if found is not None]
 
 
 def require_whole(folder: Path, advice: str) -> None:

@@ -109,7 +109,7 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
     return lines
 
 
-def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Path, str], str | None]) -> Iterator[str]:
+def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[..., str | None]) -> Iterator[str]:
     odd = list(_irregular(folder))
     yield from odd
     if odd:  # links and devices are not followed
@@ -123,7 +123,7 @@ def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Pat
             yield f"{name}: missing"
         elif name not in expected:
             yield f"{name}: not listed in {MANIFEST}"
-        elif (problem := problem_with(folder / name, expected[name])) is not None:
+        elif (problem := problem_with(folder / name, expected[name], size=manifest.sizes.get(name))) is not None:
             yield f"{name}: {problem}"
 
 

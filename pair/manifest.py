@@ -248,7 +248,7 @@ class Manifest(SparsePart):
         learnt: SHA-256 of the file with the digests of the questions that the drafter learned from; None if the
             responses were not there when the pair was made.
         suites: prompt files that the pair is measured on and that no package ships.
-        sizes: bytes of each of `files`, by which a registry's files are judged before they are copied.
+        sizes: bytes of each of `files`, by which files are judged before they are read, or copied from a registry.
         tuning: the fastest plans by machine. served: the latest record of each engine. No part of the identity, since
             they depend on machines.
     """
@@ -321,6 +321,10 @@ class Manifest(SparsePart):
         if self.learnt is not None:
             files[LEARNT] = self.learnt
         return files | _placed(DRAFTER, self.drafter.files) | _placed(SUITES, self.suites) | self.target.kept_files()
+
+    def sizes_in(self, folder: str) -> dict[str, int]:
+        """Return the sizes in bytes of the files in one of the pair's folders, as far as they are known, by name."""
+        return {n.removeprefix(f"{folder}/"): size for n, size in self.sizes.items() if n.startswith(f"{folder}/")}
 
     def to_text(self) -> str:
         """Return the text of pair.json: any other bytes are an alteration."""

@@ -161,7 +161,7 @@ def _adds_nothing(existing: Pair, manifest: Manifest) -> bool:
 def _keep_reports(existing: Pair, partial: Path) -> None:
     """Copy the older reports, except one of the new one's date and those that were altered."""
     reports = existing.folder / REPORTS
-    altered = listed_problems(reports, existing.manifest.reports)
+    altered = listed_problems(reports, existing.manifest.reports, existing.manifest.sizes_in(REPORTS))
     for line in altered:
         _log.warning("%s: %s; this report is not kept.", reports, line)
     dates = {line.partition("/")[0] for line in altered}
@@ -175,7 +175,8 @@ def _keep_adapter(existing: Pair, partial: Path, manifest: Manifest) -> Manifest
     older = existing.manifest.target
     if manifest.target.adapter_files or not older.adapter_files:
         return manifest
-    altered = listed_problems(existing.folder / ADAPTER, older.adapter_files)
+    sizes = existing.manifest.sizes_in(ADAPTER)
+    altered = listed_problems(existing.folder / ADAPTER, older.adapter_files, sizes)
     if altered:
         raise Refusal(
             f"{existing.folder / ADAPTER} was altered after the pair was made: {'; '.join(altered)}. Nothing was "

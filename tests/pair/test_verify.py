@@ -6,11 +6,12 @@ import hashlib
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
 
-from outrider.common import BadInputError, OutriderError, digest_cache
+from outrider.common import BadInputError, OutriderError, Refusal, digest_cache
 from outrider.common.digests import file_digest
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import read_manifest
@@ -79,6 +80,17 @@ def test_a_truncated_a_missing_and_an_extra_file_are_named(pair):
     assert found[0].startswith("drafter/model.safetensors: content differs")
     assert found[1] == "drafter/notes.txt: not listed in pair.json"
     assert found[2] == "recipe.yaml: missing"
+
+
+@pytest.mark.parametrize("name", ["drafter/model.safetensors", "calibration.jsonl"])
+def test_a_file_of_another_size_is_named_without_being_read(pair, name):
+    """A terabyte that takes no room on the disk takes an hour to read."""
+    recorded = pair.manifest.sizes[name]
+    os.truncate(pair.folder / name, 1 << 40)
+    said = f"{name}: content differs ({1 << 40:,} bytes, recorded {recorded:,})"
+    assert verify(pair.folder) == [said]
+    with pytest.raises(Refusal, match=re.escape(said)):
+        Pair.load(pair.folder)
 
 
 def test_a_rewritten_text_is_named_and_a_number_breaks_the_checksum(pair):

@@ -262,6 +262,14 @@ def sealed_text(text: str) -> str:
     return f"{text}{_TEXT_SEAL_BEGIN}{_digest_of_text(text)}\n"
 
 
+def is_sealed_text(file: Path) -> bool:
+    """Tell whether a file ends as `sealed_text` does, altered or not."""
+    try:
+        return _TEXT_SEAL_BEGIN in read_bytes(file).decode("utf-8", "replace")
+    except (OSError, Unreadable):
+        return False
+
+
 def seal_problem(file: Path) -> str | None:
     """Return the problem with a file of `sealed_text`, in words; None if it is as it was written."""
     try:

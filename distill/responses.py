@@ -25,6 +25,7 @@ from ..common.atomic import keeping, writing
 from ..common.digests import digest_json
 from ..common.file_process_group import LaunchGroup
 from ..common.locks import locked
+from ..common.places import COMPARISON, RUN, TRAINED, mark, require_place
 from ..common.progress import progress
 from ..common.runtime import versions
 from ..heads import HEADS
@@ -89,6 +90,8 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         read_key(spec.requests.key)
     target, folder = target or target_of(recipe), data_folder(recipe)
     with launch_group(recipe.output_folder) as group:
+        if group.is_main:
+            require_place(recipe.output_folder, *TRAINED, COMPARISON)
         if spec.responses is not None:
             return Path(group.on_main("given", lambda: str(_given(folder, target))))
         # All processes read the prompts: those that only take part in passes need them as little as they harm.
@@ -98,6 +101,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         if collected.has_images:
             check_images(recipe, target)
         with locked(recipe.output_folder) if group.is_main else nullcontext():
+            mark(recipe.output_folder, RUN)
             _ResponsesBuilder(folder, recipe, target, collected, group).make(console)
     return folder
 

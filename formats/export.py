@@ -6,8 +6,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common import BadInputError, IncompatibleError
+from ..common import IncompatibleError
 from ..common.atomic import replacing_folder
+from ..common.places import require_new
 from ..heads import Drafter
 from ..targets import Target
 from .engine_logits import passage_of, require_same, session_logits
@@ -75,9 +76,3 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
         theirs = layout.logits(written, target, passage)
         apart = require_same(session_logits(drafter, target, passage), theirs, f"{drafter.name} for {to}")
     return Exported(final, layout.name, apart)
-
-
-def require_new(folder: Path) -> None:
-    """Raise BadInputError if `folder` is not empty."""
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise BadInputError(f"{str(folder)!r} exists and is not empty; nothing was written. Choose a new folder.")

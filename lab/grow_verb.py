@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from ..common import BadInputError
+from ..common.places import require_new, require_outside
 from ..scripts.output import print_lines
 
 
@@ -28,9 +29,9 @@ def grow(
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "bfloat16",
 ) -> None:
     """Grow a small model into one of a real size: the same text and the same drafts, at the real cost of a pass."""
+    require_outside(out, "the grown model")
     from ..common.atomic import replacing_folder, require_space
     from ..common.locks import locked
-    from ..formats.export import require_new
     from ..heads import load_drafter
     from ..targets import Target
     from .grow import grow as grow_model
@@ -39,7 +40,7 @@ def grow(
 
     shape = shape_config(like, **_sizes(changes or []))
     with locked(out):  # from here on: a refused run, too, clears what a dead one left
-        require_new(out)
+        require_new(out, "the grown model")
         small = Target.load(source, dtype=dtype, device="cpu")
         require_space(out, grown_bytes(small.model, shape), "Take a smaller shape, or another disk.")
         large = Target(grow_model(small.model, shape), small.tokenizer)

@@ -11,9 +11,10 @@ import typer
 from rich.markup import escape
 
 from ..common import BadInputError
-from ..common.atomic import require_folder, write_atomically
+from ..common.atomic import write_atomically
 from ..common.locks import locked
-from ..scripts.options import AsJson, Identity, Signers
+from ..common.places import require_file
+from ..scripts.options import AsJson, Identity, Replace, Signers
 from ..scripts.output import console_for, finish, print_lines
 from ..scripts.pair_cli import RegistryPlace, opened_registry, side_of
 
@@ -43,6 +44,7 @@ def report(
     temperature: Annotated[float | None, typer.Option(help="Default: the first that was measured.")] = None,
     registry: RegistryPlace = None,
     out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path("runs/reports"),
+    replace: Replace = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a measurement in the forms that others read, check such files, or draw versions over time."""
@@ -51,9 +53,9 @@ def report(
     if check:
         _check(check, signer, identity, as_json)
     elif to and subjects and len(subjects) == 1:
-        _write_forms(subjects[0], to, temperature, out, key, as_json)
+        _write_forms(subjects[0], to, temperature, out, key, replace, as_json)
     elif subjects and not to and (len(subjects) > 1 or registry):
-        _write_trend(subjects, temperature, registry, out, as_json)
+        _write_trend(subjects, temperature, registry, out, replace, as_json)
     else:
         raise BadInputError(
             "say what is wanted: PAIR --to FORM writes a form, --check FILE checks one, and two or more pairs or "
@@ -81,7 +83,7 @@ def _check(files: list[Path], signers: Path | None, identity: str | None, as_jso
 
 
 def _write_forms(
-    subject: str, names: list[str], temperature: float | None, out: Path, key: Path | None, as_json: bool
+    subject: str, names: list[str], temperature: float | None, out: Path, key: Path | None, replace: bool, as_json: bool
 ) -> None:
     from ..pair import report_in
     from ..pair.signature import signature_of
@@ -91,11 +93,12 @@ def _write_forms(
     unknown = [name for name in names if name not in FORMS]
     if unknown:
         raise BadInputError(f"--to {unknown[0]}: no such form; there are {', '.join(FORMS)}.")
-    require_folder(out, "the forms")
     folder = Path(subject).expanduser()
     pair = side_of(subject, None).manifest.digest if (folder / "pair.json").is_file() else None
     passport = Passport.of(report_in(folder), temperature, pair=pair)
     written = {name: out / FORMS[name].file for name in names}
+    for name, file in written.items():
+        require_file(file, f"the form {name}", replace=replace)
     with locked(out):
         out.mkdir(parents=True, exist_ok=True)
         for name, file in written.items():
@@ -129,12 +132,13 @@ def _sign_forms(pair: Path, forms: Iterable[Path], key: Path) -> str:
 
 
 def _write_trend(
-    subjects: list[str], temperature: float | None, registry: str | None, out: Path, as_json: bool
+    subjects: list[str], temperature: float | None, registry: str | None, out: Path, replace: bool, as_json: bool
 ) -> None:
     from ..eval.reports.render import print_table
     from .trend import differences, table_of, trend_html, trend_markdown
 
-    require_folder(out, "the page")
+    for name in ("trend.md", "trend.html"):
+        require_file(out / name, "the page", "# Versions over time|<title>[0-9]+ versions, ", replace)
     versions = _versions(subjects, temperature, registry)
     files = {"trend.md": trend_markdown(versions), "trend.html": trend_html(versions)}
     with locked(out):

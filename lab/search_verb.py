@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ..common.atomic import require_folder
+from ..common.places import COMPARISON, require_place
 from ..scripts.options import AsJson, recipe_of
 from ..scripts.output import console_for, finish
 
@@ -37,7 +37,7 @@ def search(
     """Find a faster recipe by successive halving, and measure the best of all in one run."""
     changes = [word for word in recipes if "=" in word]
     loaded = [recipe_of(word, changes) for word in recipes if "=" not in word]
-    require_folder(out)
+    require_place(out, COMPARISON)
     from ..eval.reports.render import print_comparison
     from ..scripts.json_schemas import ReportBody
     from .recipe_search import Search

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.atomic import require_folder
+from ..common.places import COMPARISON, TRAINED, require_place
 from ..scripts.options import AsJson, Overrides, RecipeName, recipe_of
 from ..scripts.output import console_for, finish
 
@@ -24,7 +24,7 @@ def vocab(
     pruning loses.
     """
     loaded = recipe_of(recipe, changes)
-    require_folder(loaded.output_folder / "vocabulary")
+    require_place(loaded.output_folder, *TRAINED, COMPARISON)
     from .vocabulary_study import save, show, study
 
     console = console_for(as_json)

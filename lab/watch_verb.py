@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from ..common import BadInputError
+from ..common.places import require_file
 from ..common.runtime import require_extra
 from ..common.terminal import VisibleConsole
 from ..scripts.output import console_for, tell
@@ -53,6 +54,8 @@ def watch(
     from .watching import EngineWatch, WatchState, baseline_of, kept_states, post, require_webhook
 
     urls = [root_url(url) for url in urls]
+    if once and not state.is_file():
+        require_file(state, "the watch's state")
     baseline, limits = None, WatchLimits()
     if pair is not None:
         baseline, limits = baseline_of(PairFiles.load(pair))

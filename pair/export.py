@@ -23,6 +23,7 @@ from typing import Any
 from ..common import BadInputError
 from ..common.atomic import replacing_folder, write_atomically
 from ..common.locks import locked
+from ..common.places import require_new, require_outside
 from ..decode import Plan
 from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
@@ -30,7 +31,6 @@ from ..eval.reports.tables import markdown_text
 from ..formats import EngineLaunch, Exported, export_drafter, launch, layout_of, oldest_version
 from ..formats.early_exit import save_target
 from ..formats.engines import lora_words
-from ..formats.export import require_new
 from ..heads.registry import restore_drafter
 from ..targets import Target
 from ..targets.peft_adapters import ADAPTER_CONFIG, checked_config
@@ -77,9 +77,9 @@ def export_pair(
     """
     layout_of(to, pair.manifest.drafter.type)  # before the target is loaded
     folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
-    pair.require_outside(folder)
+    require_outside(folder, "the export")
     with locked(folder):  # from here on: a refused run, too, clears what a dead one left
-        require_new(folder)
+        require_new(folder, "the export")
         return _exported(pair, to, folder, depth, target, lora)
 
 

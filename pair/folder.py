@@ -57,14 +57,6 @@ class PairFiles:
             pair.require_whole()
         return pair
 
-    def require_outside(self, folder: Path) -> None:
-        """Raise BadInputError if `folder`, which is to be written, lies inside the pair's own."""
-        if folder.resolve().is_relative_to(self.folder.resolve()):
-            raise BadInputError(
-                f"{str(folder)!r} lies inside the pair {str(self.folder)!r}, which would alter it; choose a folder "
-                "outside."
-            )
-
     def require_whole(self) -> None:
         """Refuse this pair if its files were altered; files that did not change since they were read are not read."""
         altered = list(_altered_files(self.folder, self.manifest, problem_of))

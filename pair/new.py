@@ -19,6 +19,7 @@ from ..common import BadInputError, Refusal
 from ..common.atomic import replacing_folder, write_atomically
 from ..common.digests import listed_problems
 from ..common.locks import locked
+from ..common.places import PAIR, require_place
 from ..common.safe_load import read_json
 from ..distill.data_set import learnt_questions
 from ..distill.dataset_formats import understand
@@ -97,6 +98,7 @@ def new_pair(
         IncompatibleError: the drafter cannot draft for this target.
     """
     final = Path(folder).expanduser().resolve()
+    require_place(final, PAIR, what="the pair")
     with locked(final), replacing_folder(final) as partial:
         existing = _existing(final)
         saved = _save_drafter(drafter, partial / DRAFTER, target)
@@ -133,12 +135,8 @@ def new_pair(
 
 
 def _existing(final: Path) -> Pair | None:
-    """Return the pair that is already there; BadInputError for anything else."""
-    if (final / MANIFEST).exists():
-        return Pair.load(final, check=False)  # altered files are written anew
-    if final.is_file() or (final.is_dir() and any(final.iterdir())):
-        raise BadInputError(f"{str(final)!r} exists and is not a pair; nothing was written. Choose a new folder.")
-    return None
+    """Return the pair that is already there, if any; its altered files are written anew."""
+    return Pair.load(final, check=False) if (final / MANIFEST).exists() else None
 
 
 def _require_same(existing: Pair, manifest: Manifest) -> None:

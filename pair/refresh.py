@@ -19,6 +19,7 @@ from rich.console import Console
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.locks import locked
+from ..common.places import REFRESH, require_place
 from ..distill.prompt_table import Prompt
 from ..eval.measure import contestants, measure
 from ..eval.reports.render import write_report
@@ -81,7 +82,7 @@ def refresh(
         BadInputError: an override, a suite or the folder cannot be used, or another process writes there.
     """
     folder = Path(out).expanduser()
-    pair.require_outside(folder)
+    require_place(folder, REFRESH, what="the refresh")
     pair.drafter_for(target)
     recipe = refresh_recipe(pair, target, folder, overrides)
     learnt, data = pair.learnt(), f"the training data of the pair {pair.name!r}"

@@ -26,6 +26,7 @@ from typer.core import TyperGroup
 
 from ..common import BadInputError, OutriderError
 from ..common.atomic import is_disk_full, require_folder, system_number, write_atomically
+from ..common.places import COMPARISON, QUICKSTART, REFRESH, REPORT, TRAINED, require_file, require_place
 from ..common.progress import plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
@@ -43,6 +44,7 @@ from .options import (
     PairFolder,
     Quantize,
     RecipeName,
+    Replace,
     SamplingSource,
     Temperature,
     checked_temperatures,
@@ -217,7 +219,7 @@ def _every_verb(
 def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
     """Let the target answer the recipe's prompts: the data a drafter learns from."""
     loaded = recipe_of(recipe, changes)
-    require_folder(loaded.output_folder)
+    require_place(loaded.output_folder, *TRAINED, COMPARISON)
     from ..distill import distill as run
     from ..distill import provenance
 
@@ -239,6 +241,7 @@ def train(
 ) -> None:
     """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
     loaded = recipe_of(recipe, changes)
+    require_place(loaded.output_folder, *TRAINED)
     export_cli.check_servable(loaded, engine)
     from ..train import train as run
     from ..train.callbacks import held_out_taus
@@ -329,6 +332,7 @@ def evaluate(
         typer.Option(parser=share, metavar="SHARE", help="Take as many prompts as find this difference, such as 3%."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
+    replace_report: Replace = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
@@ -342,13 +346,16 @@ def evaluate(
     if detect is not None and (limit is not None or quick):
         raise BadInputError("--detect chooses how many prompts are measured; leave --limit and --quick out.")
     if out is not None:
-        require_folder(out, "the report")
+        require_place(out, REPORT, what="the report")
+        require_file(out / "report.json", "the report", replace=replace_report)
     given: dict[str, Any] = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
     given |= {"temperatures": temperature, "contexts": context, "batch_sizes": batch, "sampling": sampling}
     settings = {name: value for name, value in given.items() if value} | ({} if detect is None else {"limit": None})
     subject = load_subject(name, EvalOptions(changes or [], settings, drafter, target, adapter, quantize, tuned, quick))
     folder = out or subject.report_folder
-    require_folder(folder, "the report")
+    require_place(folder, REPORT, what="the report")
+    if not replace_report:
+        subject.require_own_report(folder)
     console = console_for(as_json)
     if detect is not None:
         subject, why = subject.sized(detect, console)
@@ -380,7 +387,7 @@ def compare(
     """
     changes = [word for word in recipes if "=" in word]
     loaded = [recipe_of(word, changes) for word in recipes if "=" not in word]
-    require_folder(out)
+    require_place(out, COMPARISON)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
     from .json_schemas import ReportBody
@@ -535,7 +542,7 @@ def refresh(
     from ..train.stopping import Until
     from .json_schemas import PairBody
 
-    require_folder(out)
+    require_place(out, REFRESH, what="the refresh")
     console = console_for(as_json)
     until = None if tokens is None and until_flat is None else Until(tokens, until_flat)
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
@@ -559,6 +566,9 @@ def gate(
     as_json: AsJson = False,
 ) -> None:
     """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
+    for file, ours in ((junit, '<testsuites name="outrider gate"'), (markdown, "^### . gate (passed|failed): ")):
+        if file is not None:
+            require_file(file, file.name, ours)
     from ..eval.reports.gate import gate as run
     from ..eval.reports.gate import to_junit, to_markdown
     from ..pair import PairFiles, gate_pairs, report_in
@@ -570,7 +580,6 @@ def gate(
         result = run(report_in(pair), report_in(against), tolerance, confidence, sequential=sequential)
     for file, text in ((junit, to_junit), (markdown, to_markdown)):
         if file is not None:
-            require_folder(file.parent, file.name)
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, text(result))
     colour = "green" if result.passed else "red"
@@ -604,9 +613,9 @@ def quickstart(
     """The whole story on the embedded target, in a few minutes: distil, train, measure, pair; change the target;
     probe, refresh, gate.
     """
+    require_place(out, QUICKSTART, what="the quickstart")
     from .quickstart import tell
 
-    require_folder(out)
     if not tell(out, VisibleConsole()):
         raise typer.Exit(FINDING)
 

@@ -60,6 +60,17 @@ class Subject:
     template: Mapping[str, Any] = field(default_factory=dict)
     engine: EngineSpec | None = None
 
+    def require_own_report(self, folder: Path) -> None:
+        """Raise BadInputError if a report in `folder` is about another drafter than this one."""
+        try:
+            known = Report.load(folder)
+        except BadInputError:  # there is none, or it is damaged
+            return
+        if self.drafter.digest() not in {one.digest for one in known.contestants}:
+            raise BadInputError(
+                f"{folder} holds a report about another drafter; say --replace, or give another place (--out)."
+            )
+
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target; where that lives in an engine, there."""
         if self.engine is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from ..common.places import PAIR, require_new, require_place
 from ..common.terminal import VisibleConsole
 from .options import PairFolder, TargetNow, pair_of
 from .output import finish, print_lines
@@ -77,14 +78,15 @@ def import_(
     ] = False,
 ) -> None:
     """Read a drafter that another program wrote, as one of ours: nothing is guessed, and nothing is dropped."""
+    if as_pair:
+        require_place(out, PAIR, what="the pair")
+    else:
+        require_new(out, "the drafter")
     from ..common.digests import save_whole
     from ..formats import import_drafter, recognised
-    from ..formats.export import require_new
     from ..pair.new import paired
     from ..targets import Target
 
-    if not as_pair:  # a pair looks for itself
-        require_new(out)
     layout = recognised(folder)
     loaded = Target.load(target, adapter=adapter)
     drafter = import_drafter(folder, loaded)

@@ -40,6 +40,7 @@ Signers = Annotated[
     typer.Option("--signer", help="Must be signed with this public key, or one of an allowed_signers file."),
 ]
 Identity = Annotated[str | None, typer.Option(help="Of an allowed_signers file, only the keys of this name.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Write over what is there already.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")]
 
 

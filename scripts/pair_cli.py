@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from ..common import BadInputError
-from ..common.atomic import require_folder
+from ..common.places import PAIR, require_place
 from ..common.safe_load import MEGABYTE, read_bytes
 from ..common.terminal import VisibleConsole
 from .options import Adapter, AsJson, Identity, Overrides, PairFolder, RecipeName, Signers, pair_of, recipe_of
@@ -48,7 +48,7 @@ def new(
 ) -> None:
     """Bind target, drafter and measurements into one versioned folder."""
     loaded = recipe_of(recipe, changes)
-    require_folder(folder, "the pair")
+    require_place(folder, PAIR, what="the pair")
     from ..heads import load_drafter
     from ..pair import new_pair
     from .eval_setup import load_target, report_folder, trained_drafter

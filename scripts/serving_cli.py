@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from ..common import BadInputError
+from ..common.places import require_file
 from ..common.runtime import require_extra
 from ..common.server_process import python_of
 from ..common.terminal import VisibleConsole
@@ -94,6 +95,8 @@ def served(
     temperatures, depth = tuple(temperature or (0.0, 1.0)), depth_of(loaded, export, depth)
     trial = Trial(temperatures, depth, max_new_tokens, limit, seeds, seed, name if name in HABITS else "")
     known = Expectation.load(expect) if expect is not None and expect.is_file() else None
+    if expect is not None and known is None:
+        require_file(expect, "the expectation")
     session = ServedSession(loaded, trial, tuple(suite or ()), known, console, target)
     session.explain = explain
     if expect is not None and known is None:

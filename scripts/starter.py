@@ -16,7 +16,8 @@ import typer
 from rich.markup import escape
 
 from ..common import BadInputError
-from ..common.atomic import require_folder, write_atomically
+from ..common.atomic import write_atomically
+from ..common.places import require_file
 from ..common.safe_load import parse_yaml, read_json
 from ..recipes import Recipe, embedded_file
 from .output import print_lines
@@ -212,9 +213,7 @@ def init(
     ] = None,
 ) -> None:
     """A commented starter recipe for a model, by its config alone: method, sizes, lengths, dtype."""
-    if out.exists():
-        raise BadInputError(f"{out} is there already; give another --out, or move it away.")
-    require_folder(out.parent, out.name)
+    require_file(out, "the recipe")
     if prompts:
         from ..distill.sources import check_sources
 

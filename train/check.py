@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import importlib
 import logging
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ..common import BadInputError
-from ..common.atomic import free_bytes, readable_bytes, require_folder
-from ..common.digests import has_seal
+from ..common.atomic import free_bytes, readable_bytes
 from ..common.errors import reason
+from ..common.places import TRAINED, require_place
 from ..costs.training import features_bytes
 from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
@@ -31,7 +30,6 @@ from .drafter_init import check_abilities, check_drafter, check_makes
 from .hooks import asks_for_checkpointing
 from .joint import adapted
 from .processes import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
-from .provenance import RECIPE
 from .resource_estimate import UnknownShapesError, sketch_drafter, sketch_target, workload
 from .stopping import check_schedule
 
@@ -50,8 +48,7 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
         rounds_of(answered)  # refuses finished responses without a record of the tokens that rounds reached
     args = training_arguments(recipe)
     if args.process_index == 0:
-        require_folder(recipe.output_folder)
-        _require_own(recipe.output_folder)
+        require_place(recipe.output_folder, *TRAINED)
     check_reports(args)
     check_number_of_processes(args)
     check_kind_of_processes(args)
@@ -93,17 +90,6 @@ def check_by_configs(recipe: Recipe, args: TrainingArguments) -> None:
             return
         target.check_taps(drafter.taps)
         check_recomputes(drafter, args)
-
-
-def _require_own(output: Path) -> None:
-    """Refuse an output whose `drafter`, which what is trained will replace, no training wrote."""
-    folder = output / "drafter"
-    is_own = has_seal(folder) or (output / RECIPE).is_file()
-    if folder.is_dir() and any(folder.iterdir()) and not is_own:
-        raise BadInputError(
-            f"{folder} holds what no training wrote, and what is trained would take its place. Choose another output, "
-            "or move it."
-        )
 
 
 def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from ..common import BadInputError
 from ..common.locks import locked
+from ..common.places import COMPARISON, mark, require_place
 from ..distill.data_set import learnt_questions
 from ..distill.responses import data_folder, distill
 from ..eval import Report
@@ -64,6 +65,7 @@ def compare(
     """
     place = check_comparison(recipes, seconds, folder)
     with locked(place):
+        mark(place, COMPARISON)
         comparison = Comparison.begin(recipes, seconds, place, target, console)
         comparison.answer()
         for recipe in comparison.recipes:
@@ -79,6 +81,7 @@ def check_comparison(recipes: Sequence[Recipe], seconds: float, folder: str | Pa
     place = Path(folder).expanduser()
     for recipe in recipes:
         check(recipe.model_copy(update={"output": str(place / recipe.name)}), seconds=seconds)
+    require_place(place, COMPARISON)
     return place
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..common import BadInputError, Refusal, digests
 from ..common.atomic import write_atomically
 from ..common.digests import read_sealed, seal_problem, sealed_text, write_json
+from ..common.places import RUN, mark
 from ..common.runtime import versions
 from ..distill.data_set import ROUNDS
 from ..distill.data_set import provenance as data_provenance
@@ -66,7 +67,7 @@ def _deciding_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def write_recipe(recipe: Recipe, output: Path) -> None:
-    output.mkdir(parents=True, exist_ok=True)
+    mark(output, RUN)
     write_atomically(output / RECIPE, sealed_text(recipe.to_yaml(drafter=with_defaults(recipe.drafter))))
 
 

@@ -20,6 +20,7 @@ from ...common.atomic import leftovers_within, replacing, sync, working_name, wr
 from ...common.digests import problem_of
 from ...common.errors import Refusal
 from ...common.locks import locked
+from ...common.places import REGISTRY, mark, require_place
 from .layout import MAX_ENTRY, PAIRS, blob_path
 
 _CHUNK = 1 << 20
@@ -58,7 +59,9 @@ class FolderStore:
                     leftover.remove()
 
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
+        require_place(self.folder, REGISTRY, what="the registry")
         try:
+            mark(self.folder, REGISTRY)
             for digest, source in blobs.items():
                 self._keep(digest, source)
             return self._publish(self.folder / entry, content)

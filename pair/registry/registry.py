@@ -12,6 +12,7 @@ from rich.console import Console
 from ...common import BadInputError
 from ...common.atomic import replacing_folder, require_space, write_atomically
 from ...common.locks import locked, scratch_folder
+from ...common.places import PAIR, require_place
 from ...common.progress import progress
 from ...common.safe_load import MEGABYTE, read_bytes
 from ..folder import PairFiles, verify
@@ -69,6 +70,7 @@ class Registry:
             BadInputError: there is no such version, something else is in `folder`, another process writes there, or a
                 file is missing or damaged.
         """
+        require_place(folder, PAIR, what="the pair")
         version = self.version(reference)
         with locked(folder):
             return self._pulled(version, folder, console)
@@ -199,13 +201,12 @@ class Registry:
 
 
 def _existing(folder: Path, wanted: Manifest) -> PairFiles | None:
-    """Return the pair that is in `folder` already, whole; BadInputError for anything else."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    """Return the pair that is in `folder` already, if any; BadInputError unless it is that version, whole."""
+    if not (folder / MANIFEST).is_file():
         return None
-    if (folder / MANIFEST).is_file():
-        pair = PairFiles.load(folder)
-        if pair.manifest == wanted and not verify(folder):
-            return pair
+    pair = PairFiles.load(folder)
+    if pair.manifest == wanted and not verify(folder):
+        return pair
     raise BadInputError(
         f"{str(folder)!r} exists and is not that version, whole; nothing was written. Choose a new folder."
     )

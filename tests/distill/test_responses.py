@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from outrider.common import BadInputError, IncompatibleError, Refusal, digests
+from outrider.common.places import MARKER
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, provenance, read_prompts
 from outrider.targets import Target
@@ -75,7 +76,7 @@ def test_an_interrupted_run_continues_and_batching_changes_nothing(
     assert sizes == [2, 2], "the three finished prompts are not generated again"
     assert rows_of(cut) == rows_of(whole)
     assert not cut.with_name("data.partial").exists()
-    assert sorted(p.name for p in cut.parent.iterdir()) == ["data"]
+    assert sorted(p.name for p in cut.parent.iterdir()) == [MARKER, "data"]
 
 
 def test_sampled_responses_depend_on_the_seed(place: Place) -> None:
@@ -121,7 +122,7 @@ def test_a_folder_that_is_no_data_set_is_never_overwritten(place: Place) -> None
     precious = recipe.output_folder / "data" / "thesis.txt"
     precious.parent.mkdir(parents=True)
     precious.write_text("years of work")
-    with pytest.raises(BadInputError, match=r"provenance\.json is missing"):
+    with pytest.raises(BadInputError, match=r"is not a run: it holds 'data'"):
         distill(recipe, place.target)
     assert precious.read_text() == "years of work"
 

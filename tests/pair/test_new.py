@@ -246,9 +246,8 @@ def test_an_empty_folder_is_taken_and_what_is_no_pair_is_never_overwritten(make_
     (tmp_path / "file").write_text("mine")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
-    for name in ("file", "thesis"):
-        said = f"'{tmp_path / name}' exists and is not a pair; nothing was written. Choose a new folder."
-        assert refusal(make_pair, "ngram", tmp_path / name) == said
+    for name, said in {"file": "is a file.", "thesis": "exists and is not a pair: it holds 'chapter.txt'"}.items():
+        assert said in refusal(make_pair, "ngram", tmp_path / name)
     assert {p.name for p in tmp_path.iterdir()} == {"empty", "file", "thesis"}
     assert names(tmp_path / "thesis") == ["chapter.txt"]
 

@@ -57,7 +57,7 @@ def test_a_folder_that_no_training_wrote_is_not_replaced(recipe, monkeypatch):
     mine = recipe().output_folder / "drafter" / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(BadInputError, match=r"holds what no training wrote, .* Choose another output, or move it"):
+    with pytest.raises(BadInputError, match=r"is not a run: it holds 'drafter', .* Choose another folder, or move"):
         train(recipe(), resume=False)
     assert mine.exists()
 

@@ -18,7 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,10 @@ class Identity:
         lines += [f"{k} (was {then.get(k)}, is {v})" for k, v in now.items() if then.get(k) != v]
         return lines + ([f"who answers (was {_who(who)}, is {_who(self.answered_by)})"] * (who != self.answered_by))
 
-    def require_same(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Raise BadInputError if `folder` was made with the settings `saved`, and they are others."""
-        if lines := self.differences(saved):
+    def require_same(self, folder: Path, saved: dict[str, Any], any_target: bool = False) -> None:
+        """Raise BadInputError if `folder` was made with the settings `saved`, and they are others; of `any_target`."""
+        own = replace(self, target=Fingerprint.from_dict(saved["target"])) if any_target else self
+        if lines := own.differences(saved):
             raise BadInputError(
                 f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
                 "folder."

@@ -93,7 +93,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         if group.is_main:
             require_place(recipe.output_folder, *TRAINED, COMPARISON)
         if spec.responses is not None:
-            return Path(group.on_main("given", lambda: str(_given(folder, target))))
+            return Path(group.on_main("given", lambda: str(_given(folder, target, recipe))))
         # All processes read the prompts: those that only take part in passes need them as little as they harm.
         collected = recipe_prompts(
             recipe, target.require_tokenizer(), console, recipe.output_folder, group.is_main, target.images
@@ -184,7 +184,8 @@ class _ResponsesBuilder:
         if self.folder.exists():
             saved = provenance(self.folder)
             require_whole(self.folder)
-            self.identity.require_same(self.folder, saved)
+            self.identity.require_same(self.folder, saved, self.recipe.target.allow_changed)
+            _require_target_of(self.folder, self.target, self.recipe, self.identity.target)
             self.journal.remove()  # of a run that was killed just before it did so
             return ""
         table = self.prompts
@@ -346,20 +347,20 @@ def answers_in_words(counts: Mapping[str, int], spec: DataSpec) -> list[str]:
     return lines
 
 
-def _given(folder: Path, target: Target) -> Path:
-    """Return a folder that the recipe names. Responses of another target are allowed if its tokens are the same."""
-    saved = provenance(folder)["target"]
+def _given(folder: Path, target: Target, recipe: Recipe) -> Path:
+    """Return a folder that the recipe names."""
+    provenance(folder)  # refuses a folder of something else
     require_whole(folder)
-    differences = Fingerprint.from_dict(saved).differences(target.fingerprint())
-    if "tokenizer" in differences:
+    _require_target_of(folder, target, recipe, target.fingerprint())
+    return folder
+
+
+def _require_target_of(folder: Path, target: Target, recipe: Recipe, found: Fingerprint) -> None:
+    """Refuse responses of another target than the one `found`, unless that is allowed and the tokens are the same."""
+    saved = Fingerprint.from_dict(provenance(folder)["target"])
+    if saved.tokenizer != found.tokenizer:
         raise IncompatibleError(
             f"the responses in {folder} were written with another tokenizer than this target's; distill new ones "
-            "(leave out data.responses)."
+            "(another output, and without data.responses)."
         )
-    if differences:
-        _log.warning(
-            "the responses in %s come from a target that differs in: %s. A drafter learns best from its own target's.",
-            folder,
-            "; ".join(differences),
-        )
-    return folder
+    target.check_same(saved, f"the data set of responses in {folder}", recipe.target.allow_changed, found)

@@ -282,7 +282,9 @@ def _identified(
         _save_tokenizer(target.tokenizer, partial / TOKENIZER)
     _copy_adapter(target, partial / ADAPTER)
     kept = {"tokenizer_files": digest_files(partial / TOKENIZER), "adapter_files": digest_files(partial / ADAPTER)}
-    lineage = Lineage(parent=None, reason="first version")
+    changed = target.source.get("changed")
+    why = "" if changed is None else f"; the drafter was trained for another target, of which differ: {changed}"
+    lineage = Lineage(parent=None, reason=f"first version{why}")
     if parent is not None:
         changed = ", ".join(parent.fingerprint().differences(fingerprint))
         reason = f"the target changed: {changed}" if changed else "a new drafter for the same target"

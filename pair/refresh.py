@@ -29,6 +29,7 @@ from ..recipes import Recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_files, digest_json
 from ..train import train
+from ..train.provenance import keep_target
 from ..train.stopping import Until
 from .calibration import rendered
 from .new import new_pair
@@ -112,6 +113,7 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
         source = {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
         dtype = {"dtype": str(target.dtype).removeprefix("torch.")}
         safe = {"trust_remote_code": False, "engine": None}  # a pair decides for nobody what programs run
+        safe["allow_changed"] = False
         changes["target"] = recipe.target.model_dump() | source | dtype | safe
     if recipe.data.verified:  # from now on this drafter's rounds are served
         changes["data.drafter"] = drafter
@@ -138,6 +140,7 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
     asked.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(asked, settings)
     if finished.is_dir() and how.until is not None:  # its last step may never come
+        keep_target(recipe, target, goes_on=True)
         return finished
     drafter = None if how.rank is None else LowRank.over(pair.drafter_folder, target, how.rank)
     return train(recipe, target, drafter, console=console, seconds=how.seconds, until=how.until).drafter_folder

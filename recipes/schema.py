@@ -124,6 +124,8 @@ class TargetSpec(Section):
             is not split.)
         quantize: `int8` (weights) or `int8-dynamic` (products, too), by torchao, after the adapter was merged.
         engine: holds the target in our place: its layers are not loaded, and `data.features: cached` are its states.
+        allow_changed: whether responses, checkpoints and drafters that were made for other weights, another tokenizer
+            or chat template are taken. What differs is written into the report, the pair and provenance.json.
     """
 
     path: str
@@ -134,6 +136,7 @@ class TargetSpec(Section):
     sharding: Literal["none", "fsdp2"] = "none"
     quantize: Literal["int8", "int8-dynamic"] | None = None
     engine: EngineSpec | None = None
+    allow_changed: bool = False
 
     @model_validator(mode="after")
     def _is_whole_in_engine(self) -> TargetSpec:
@@ -151,7 +154,7 @@ class TargetSpec(Section):
                 "the target lives in an engine (target.engine), and this would load all of it: leave target.engine out "
                 "where it fits this machine, or measure its pair by the engine (outrider served)."
             )
-        return self.model_dump(exclude={"engine"})
+        return self.model_dump(exclude={"engine", "allow_changed"})
 
 
 class SamplingSpec(Section):

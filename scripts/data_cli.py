@@ -110,13 +110,16 @@ Piece = tuple[str, str]  # text and its style
 def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[tuple[str, list[Piece]]]:
     """Yield the names and the coloured texts of some rows."""
     from ..distill.conversation import given_sequences
-    from ..distill.data_set import load_responses
+    from ..distill.data_set import load_responses, provenance
     from ..distill.recipe_prompts import recipe_prompts
     from ..distill.responses import data_folder, target_of
+    from ..targets.fingerprint import digest_tokenizer
 
     folder = data_folder(recipe)
     if folder.is_dir():
         table = load_responses(folder)
+        if provenance(folder)["target"]["tokenizer"] != digest_tokenizer(tokenizer):
+            raise BadInputError(f"{folder}: another tokenizer than this target's wrote these tokens; distill new ones.")
         for index in range(0, len(table), max(1, len(table) // count))[:count]:
             row = table[index]
             yield f"{row['id']} (row {index} of {folder})", _coloured(row["input_ids"], row["loss_mask"], tokenizer)

@@ -26,13 +26,14 @@ from ..eval.tuner import tune
 from ..eval.tuning_record import BatchTuning, Tuning
 from ..heads import Drafter, head_class, load_drafter
 from ..pair import Pair
+from ..pair.manifest import read_manifest
 from ..pair.pair import tuned_drafter
 from ..recipes import EngineSpec, EvalSpec, Recipe, load_recipe
 from ..serving.engine_report import measure_in_engine
 from ..targets import Target, config_only_target
 from ..targets.fingerprint import digest_json
 from ..targets.loading import split_shape
-from ..train.provenance import require_result
+from ..train.provenance import require_result, target_of
 
 _TRIED = 8  # prompts of each suite, that tell how many `Subject.sized` takes
 
@@ -194,6 +195,7 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
     suites = suites_of(outline, used, recipe.template, learnt, data, recipe.data.allow_leaks)
     saved = asked.drafter or trained_drafter(recipe)
     target = load_target(recipe)
+    require_own_target(recipe, saved, target)
     drafter = load_drafter(saved, target)
     folder = recipe.output_folder / "reports" / "quick"  # never where `pair new` looks
     if not asked.quick:
@@ -243,6 +245,8 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
         )
     report = f"{pair.name}-v{pair.version}" + (f"-on-{target.fingerprint().digest[:12]}" if changed else "")
     report += "-quick" if asked.quick else ""
+    if asked.drafter and not changed:
+        require_own_target(recipe, asked.drafter, target)
     drafter = load_drafter(asked.drafter, target) if asked.drafter else own
     reports = Path("runs") / "reports" / report
     return Subject(target, drafter, plan, settings, reports, suites, found, not asked.quick, recipe.template, engine)
@@ -311,6 +315,25 @@ def load_target(recipe: Recipe) -> Target:
             )
         spec["adapter"] = str(require_result(recipe.output_folder, "adapter"))
     return Target.load(**spec | ({} if recipe.eval.dtype == "auto" else {"dtype": recipe.eval.dtype}))
+
+
+def require_own_target(recipe: Recipe, drafter: Path, target: Target) -> None:
+    """Refuse a target that a saved drafter was not made for, by the run or the pair around it, if any is known.
+
+    The recipe's target may be loaded in another dtype, or with the adapter of joint training: then its files count.
+    """
+    around = drafter.expanduser().resolve().parent
+    around = around.parent if around.name == "checkpoints" else around
+    is_in_pair = (around / "pair.json").is_file()
+    known = read_manifest(around).target.fingerprint.restored() if is_in_pair else target_of(around)
+    if known is None:
+        return
+    found, spec = target.fingerprint(), recipe.target
+    if known.differences(found) and spec.engine is None and (found.dtype != known.dtype or recipe.joint is not None):
+        as_trained = spec.to_load() | {"dtype": known.dtype}
+        del as_trained["sharding"]
+        found = config_only_target(**as_trained).fingerprint()
+    target.check_same(known, f"the drafter in {drafter}", spec.allow_changed, found)
 
 
 def trained_drafter(recipe: Recipe) -> Path:

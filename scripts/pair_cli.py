@@ -51,12 +51,13 @@ def new(
     require_place(folder, PAIR, what="the pair")
     from ..heads import load_drafter
     from ..pair import new_pair
-    from .eval_setup import load_target, report_folder, trained_drafter
+    from .eval_setup import load_target, report_folder, require_own_target, trained_drafter
     from .json_schemas import PairBody
 
     console = console_for(as_json)
     saved = drafter or trained_drafter(loaded)
     target = load_target(loaded)
+    require_own_target(loaded, saved, target)
     bound = load_drafter(saved, target)
     default = report_folder(recipe, changes or [], other=None if drafter is None else bound)
     measured = report or (default if default.is_dir() else None)

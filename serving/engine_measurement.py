@@ -204,11 +204,18 @@ def depth_of(pair: Pair, export: Path | None = None, asked: int | None = None) -
     """Return the draft tokens of an engine's round: as asked for, as the export has it, or as one would have it.
 
     Raises:
-        BadInputError: the export is for another depth than the one that was asked for.
+        BadInputError: the export is of another pair, or for another depth than the one that was asked for.
     """
     if export is None or not (export / SERVED).is_file():
         return asked or export_depth(pair, None)
-    exported = int(read_json(export / SERVED)["depth"])
+    served = read_json(export / SERVED)
+    exported, source = int(served["depth"]), served["pair"]
+    if source["digest"] != pair.digest:
+        raise BadInputError(
+            f"{export} was exported from another pair: {source['name']} version {source['version']} "
+            f"({source['digest'][:12]}…), this one is {pair.name} version {pair.version} ({pair.digest[:12]}…). Export "
+            "this one."
+        )
     if asked not in (None, exported):
         raise BadInputError(
             f"{export} was exported for {exported} draft tokens a round, --depth says {asked}. Leave --depth out, or "

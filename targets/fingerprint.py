@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
 # Config fields about where or with what a model was saved, not about what it computes.
 _INCIDENTAL = {"_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+_NAMED = 3  # weights, in a sentence about those that differ
 _INCIDENTAL |= {"_attn_implementation", "_attn_implementation_autoset"}
 
 
@@ -73,7 +75,7 @@ def _changed_weights(own: dict[str, str], others: dict[str, str]) -> list[str]:
     shared = own.keys() & others.keys()
     changed = sorted(name for name in shared if own[name] != others[name])
     missing, new = sorted(own.keys() - others.keys()), sorted(others.keys() - own.keys())
-    words = [f"{len(changed)} of {len(shared)} weights (first: {changed[0]})"] if changed else []
+    words = [f"{len(changed)} of {len(shared)} weights (first: {', '.join(changed[:_NAMED])})"] if changed else []
     words += [f"{len(missing)} missing weights (first: {missing[0]})"] if missing else []
     return words + ([f"{len(new)} additional weights (first: {new[0]})"] if new else [])
 

@@ -6,6 +6,7 @@ Shapes: B rows, Q new tokens per row, T tokens of a whole sequence, H hidden siz
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ from .peft_adapters import merge_adapter
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .smoke_check import reads_ragged_rows, refusing, require_readable
 from .weights import digest_tensor
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -229,6 +232,22 @@ class Target(Backbone):
         if self._fingerprint is not None:
             return self._fingerprint()
         return Fingerprint.of(self.model, self.tokenizer, digest_tensor)
+
+    def check_same(self, known: Fingerprint, what: str, is_allowed: bool, found: Fingerprint | None = None) -> None:
+        """Raise BadInputError if this is not the target that `what` was made for, whose fingerprint is `known`.
+
+        Where that `is_allowed`, the source says how it differs. `found`: this one's fingerprint; None computes it.
+        """
+        differences = "; ".join(known.differences(found or self.fingerprint()))
+        if differences and not is_allowed:
+            raise BadInputError(
+                f"{what} was made for another target, perhaps at the same place: {differences} differ. Give that "
+                "target, or make it anew for this one. target.allow_changed=true takes it all the same, and what is "
+                "made says so."
+            )
+        if differences:
+            _log.warning("%s was made for another target: %s differ.", what, differences)
+            self.source["changed"] = differences
 
     def footprint(self) -> Footprint:
         """Return the memory that passes work with; measured once for each device and dtype."""

@@ -34,7 +34,7 @@ from ..targets import Target
 from .callbacks import held_out_taus
 from .check import check
 from .drafter_init import check_makes
-from .provenance import PROVENANCE, check_same_run, read_provenance, require_result
+from .provenance import PROVENANCE, check_same_run, keep_target, read_provenance, require_result
 from .run import train
 
 _SHARED = ("target", "data", "eval", "template")  # sections in which recipes must say the same, but for a method's own:
@@ -117,11 +117,14 @@ class Comparison:
     ) -> Comparison:
         """Return the comparison, after everything that can be refused before anything is spent."""
         moved = [placed(recipe, place) for recipe in recipes]
-        unfinished = [recipe for recipe in moved if not _finished(recipe, seconds)]
+        finished = [recipe for recipe in moved if _finished(recipe, seconds)]
         first, is_given = moved[0], target is not None
         target = target or Target.load(**first.target.to_load())
-        for recipe in unfinished:
-            check_makes(recipe, target)
+        for recipe in moved:
+            if recipe in finished:
+                keep_target(recipe, target, goes_on=True)
+            else:
+                check_makes(recipe, target)
         learnt, about = learnt_questions(data_folder(first)), f"the responses in {data_folder(first)}"
         suites = suites_of(target, first.eval, first.template, learnt, about, first.data.allow_leaks)
         baselines = [baseline(name, target) for name in first.eval.baselines]

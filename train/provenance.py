@@ -15,9 +15,9 @@ from ..distill.data_set import ROUNDS
 from ..distill.data_set import provenance as data_provenance
 from ..heads.registry import with_defaults
 from ..recipes import Recipe, load_recipe
-from ..targets import Target
+from ..targets import Fingerprint, Target
 
-RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
+RECIPE, PROVENANCE, TARGET = "recipe.yaml", "provenance.json", "target.json"
 SCHEMA_VERSION = 2
 
 _log = logging.getLogger(__name__)
@@ -62,13 +62,35 @@ def _deciding_settings(recipe: Recipe) -> dict[str, Any]:
     free = {f"training.{name}" for name in _FREE}
     # A target may be moved: the responses it wrote are compared with it by content. Of given ones the path counts.
     free |= set() if recipe.data.responses else {"target.path"}
-    free |= {"target.engine"}  # its states are compared with the target's
+    free |= {"target.engine", "target.allow_changed"}  # the target is compared by itself
     return {key: value for key, value in flat.items() if key not in free}
 
 
 def write_recipe(recipe: Recipe, output: Path) -> None:
     mark(output, RUN)
     write_atomically(output / RECIPE, sealed_text(recipe.to_yaml(drafter=with_defaults(recipe.drafter))))
+
+
+def keep_target(recipe: Recipe, target: Target, goes_on: bool) -> None:
+    """Write down the target of a run, by content; refuse another one than the run that `goes_on` was begun for."""
+    found, output = target.fingerprint(), recipe.output_folder
+    if goes_on and (known := target_of(output)) is not None:
+        target.check_same(known, f"the run in {output}", recipe.target.allow_changed, found)
+    write_json(output / TARGET, found.to_dict())
+
+
+def target_of(output: Path) -> Fingerprint | None:
+    """Return the target that the drafter of a run was trained for; None where that is not known.
+
+    An earlier version wrote its digest alone: where it answered the prompts itself, its parts are with the responses.
+    """
+    if (output / TARGET).is_file():
+        return Fingerprint.from_dict(read_sealed(output / TARGET, "Train again with the same recipe."))
+    if not ((output / PROVENANCE).is_file() and (output / "data" / PROVENANCE).is_file()):
+        return None
+    answered = data_provenance(output / "data")["target"]
+    is_same = answered["digest"] == read_provenance(output)["target"]["digest"]
+    return Fingerprint.from_dict(answered) if is_same else None
 
 
 def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@
 <output>/drafter/       the result, the best of the evaluated weights: config.json, model.safetensors
 <output>/adapter/       with `joint`: a PEFT adapter, which belongs to the target that the drafter drafts for
 <output>/recipe.yaml    the recipe, every default written out
+<output>/target.json    the target by content: a run goes on, and is measured, for no other one
 <output>/provenance.json
 """
 
@@ -134,6 +135,8 @@ def train(
             check_by_configs(recipe, args)
             target = Target.load(**recipe.target.to_load(), device=args.device)
         target.move_to(args.device)
+        if args.process_index == 0:
+            provenance.keep_target(recipe, target, goes_on=start is not None)
         check_with_target(recipe, args, target, drafter)
         training = _Training(recipe, args, target, console, seconds, until)
         data = distill(recipe, target, console)

@@ -22,6 +22,8 @@ def remarks(report: Report) -> list[str]:
             if (info := report.contestant(f.contestant)) in drafters:
                 lost = collapse([d.alpha.value for d in f.alpha if d.reached >= _ENOUGH], info.trained_depth)
                 found += [f"{f.contestant} at temperature {temperature:g}: {part}" for part in (_flat(f), lost) if part]
+    if changed := report.conditions.target.get("changed"):
+        found.append(f"the drafter was trained for another target, of which differ: {changed} (target.allow_changed).")
     return [remark for remark in (*found, *report.findings) if remark]
 
 

@@ -217,8 +217,11 @@ def test_given_responses_are_used_and_those_of_another_tokenizer_refused(
     assert distill(recipe, place.target) == folder
     assert not caplog.records
     tuned = Target(tiny_llama(vocab=place.target.vocab_size, seed=1), place.target.tokenizer)
-    assert distill(recipe, tuned) == folder
-    assert "come from a target that differs in" in caplog.text
+    with pytest.raises(BadInputError, match=r"57 weights \(first: lm_head.weight, .* target.allow_changed=true"):
+        distill(recipe, tuned)
+    allowed = recipe.model_copy(update={"target": recipe.target.model_copy(update={"allow_changed": True})})
+    assert distill(allowed, tuned) == folder
+    assert tuned.source["changed"] in caplog.text
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     with pytest.raises(IncompatibleError, match="written with another tokenizer"):
         distill(recipe, Target(place.target.model, other))

@@ -339,6 +339,9 @@ def test_an_export_is_expected_to_draft_as_deep_as_it_was_exported(stored, tmp_p
     assert depth_of(stored, None, 5) == 5
     with pytest.raises(BadInputError, match="exported for 2 draft tokens"):
         depth_of(stored, export, 3)
+    other = replace(stored, manifest=stored.manifest.model_copy(update={"digest": "0" * 64}))
+    with pytest.raises(BadInputError, match="exported from another pair"):
+        depth_of(other, export)
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..common import BadInputError
+from ..common import BadInputError, IncompatibleError
 from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
 from ..heads import SelfSpeculative, SelfSpeculativeConfig
-from ..targets import Target, load_causal_lm
+from ..targets import Target, config_only_target, load_causal_lm
+from ..targets.config_only import is_plain
 from .base_layout import DrafterFiles, ExportLayout, Unsupported, pruned_lacking
 from .engine_logits import ProbeSequence, model_logits
 
@@ -67,7 +68,17 @@ class EarlyExit(ExportLayout[SelfSpeculative, SelfSpeculativeConfig]):
 
 
 def save_target(target: Target, folder: Path) -> None:
-    """Write the target as it is served, its adapter merged, with its tokenizer."""
+    """Write the target as it is served, its adapter merged, with its tokenizer.
+
+    Raises IncompatibleError if what the library reads of that is another target.
+    """
     target.model.save_pretrained(folder)
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(str(folder))
+    if is_plain(target.model):
+        differences = target.fingerprint().differences(config_only_target(folder).fingerprint())
+        if differences:
+            raise IncompatibleError(
+                f"the target's copy is another model than the target: {', '.join(differences)}. Save it yourself, load "
+                "the target from there, and make the pair of that one."
+            )

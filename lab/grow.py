@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ..common.errors import BadInputError, IncompatibleError, reason, refuse_unknown_keys
 from ..common.machine import free_bytes
 from ..targets.model_folder import MAX_LAYERS
+from ..targets.smoke_check import few_logits, require_same_logits
 
 _SIZES: Final = (
     *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -335,7 +336,7 @@ def grow(
         dtype, device: of the grown model; None for the old one's.
 
     Raises:
-        IncompatibleError: the model cannot be grown into such a one.
+        IncompatibleError: the model cannot be grown into such a one, or the grown one makes other logits.
         BadInputError: the device has no memory for it.
     """
     config = grown_config(model.config, like)
@@ -354,6 +355,8 @@ def grow(
     grown.tie_weights()
     grown.generation_config = model.generation_config
     cast(nn.Module, grown).to(device).eval()  # its buffers
+    logits, expected = (few_logits(one, model.config.vocab_size) for one in (grown, model))
+    require_same_logits("the grown model", logits, expected, "Grow it in float32, or into another shape.")
     return grown
 
 

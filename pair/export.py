@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,8 @@ from ..formats.early_exit import save_target
 from ..formats.engines import lora_words
 from ..heads.registry import restore_drafter
 from ..targets import Target
-from ..targets.peft_adapters import ADAPTER_CONFIG, checked_config
+from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, checked_config
+from ..targets.weights import stored_tensors
 from .comparison import newest_report
 from .manifest import ADAPTER, Figure
 from .pair import Pair
@@ -107,13 +109,17 @@ def _exported(pair: Pair, to: str, folder: Path, depth: int | None, target: Targ
     return made
 
 
+_PRODUCT = re.compile(r".*\.\d+\..*\.lora_[AB]\.weight")  # a tensor of a LoRA on a projection in a layer
+
+
 def _lora_of(pair: Pair, to: str, folder: Path) -> dict[str, Any]:
     """Return the name, the future place and the rank of a target's adapter, as vLLM is told."""
     place = Path(pair.adapter or "")
     settings = vars(checked_config(place, [])) if pair.adapter and (place / ADAPTER_CONFIG).is_file() else {}
-    # vLLM scales all modules by lora_alpha / r, and knows none of these.
-    more = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
-    is_plain = settings.get("peft_type") == "LORA" and not any(settings[name] for name in more)
+    # vLLM scales all modules by lora_alpha / r, takes products alone, and has one module for tied embeddings.
+    uneven = any(settings.get(name) for name in ("rank_pattern", "alpha_pattern", "target_parameters"))
+    names = stored_tensors(place / ADAPTER_WEIGHTS) if settings else {}
+    is_plain = bool(names) and not uneven and all(_PRODUCT.fullmatch(name) for name in names)
     if to != "vllm" or not is_plain:
         why = f"only vLLM's launch is known, not that of {to}" if is_plain else "it has no plain LoRA on this machine"
         raise BadInputError(f"the target cannot be served as a LoRA module: {why}. Leave --lora out.")

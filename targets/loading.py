@@ -42,12 +42,14 @@ from .model_folder import (
     without_questions,
 )
 from .peft_adapters import ADAPTER_CONFIG
+from .smoke_check import few_logits, require_same_logits
 from .split_attention import NAME as SPLIT_ATTENTION
 from .split_attention import register
 from .tokenizers import tokenizer_of
-from .weights import misfits, no_more_than, stored_tensors
+from .weights import misfits, no_more_than, require_true_ties, stored_tensors
 
 EMBEDDED = "embedded"
+_ROUNDING_TO_INT8 = 0.5  # of the logits' size, at most: some outliers cost a lot, and nonsense costs more
 _PACKED = 32  # parameters of a quantised model in one element of its files, at most
 
 _log = logging.getLogger(__name__)
@@ -134,6 +136,7 @@ def load_causal_lm(
         raise IncompatibleError(
             f"the weights in {name!r} do not fit its config.json: {'; '.join(sorted(problems)[:4])}."
         )
+    require_true_ties(model)
     if unexpected:
         _log.warning(
             "%s holds %d tensors that its config.json has no place for, %s the first: they are left out. Look whether "
@@ -302,7 +305,9 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
     It comes after an adapter was merged. A quantised target is another target: the drafter reads the hidden states of
     the quantised model, and drafts for that one.
 
-    Raises BadInputError if there is no such kind, or torchao is not installed.
+    Raises:
+        BadInputError: there is no such kind, or torchao is not installed.
+        IncompatibleError: it makes logits that rounding to int8 does not explain.
     """
     if kind not in _CONFIGS:
         raise BadInputError(f"quantize: expected one of {', '.join(get_args(QuantisationKind))}, found {kind!r}.")
@@ -310,10 +315,15 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
         library: Any = importlib.import_module("torchao.quantization")
     except ImportError as error:
         raise BadInputError("quantised targets need torchao: pip install 'outrider[quantised]'.") from error
-    output = model.get_output_embeddings()
+    output, vocab = model.get_output_embeddings(), model.config.get_text_config().vocab_size
+    expected = few_logits(model, vocab)
 
     library.quantize_(
         model,
         getattr(library, _CONFIGS[kind])(),
         filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not output,
+    )
+    advice = "Take the other kind, another torchao, or no target.quantize."
+    require_same_logits(
+        f"the target, quantised to {kind},", few_logits(model, vocab), expected, advice, _ROUNDING_TO_INT8
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,17 +18,21 @@ import torch
 from huggingface_hub import snapshot_download
 from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, reason
 from ..common.safe_load import read_json
 from .model_folder import is_local, say_if_downloaded
+from .smoke_check import few_logits, require_same_logits
 from .weights import misfits, no_more_than, stored_tensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 # Kinds whose weights are sums and products with the target's: nothing is imported, downloaded or computed from data.
-KINDS = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA")
+KINDS = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "HRA")
 
 # Settings that may differ from the library's defaults, by the adapters that have them. Of all others some name files,
 # modules to import, or layers to repeat.
@@ -41,7 +46,6 @@ _SETTINGS = {
     "use_effective_conv2d use_scalar",
     "IA3": "feedforward_modules init_ia3_weights",
     "OFT, HRA": "apply_GS block_share coft eps num_cayley_neumann_terms oft_block_size use_cayley_neumann",
-    "BOFT": "boft_block_num boft_block_size boft_dropout boft_n_butterfly_factor",
 }
 _ALLOWED = {name for names in _SETTINGS.values() for name in names.split()}
 
@@ -50,6 +54,7 @@ _PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", "modules_to_save")
 _KEYED_BY_PATTERN = ("rank_pattern", "alpha_pattern")
 _MAX_SIZE = 2**20
+_WRAPPERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)  # peft's layers, in the places of a model's own
 
 # Each repetition of one character multiplies the work by the length of a name; repeated groups may double it with each
 # character.
@@ -62,24 +67,79 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     """Return the model with the adapter in its weights.
 
     The adapter's products are summed in fp64: rounded to the weights' own precision they are then the same whatever
-    library multiplies, and so is the target's fingerprint.
+    library multiplies, and so is the target's fingerprint. Tied embeddings are untied where it changes one side only.
 
-    Raises BadInputError if it cannot be loaded, holds only a pickle, or asks for more than merging weights.
+    Raises:
+        BadInputError: it cannot be loaded, holds only a pickle, or asks for more than merging weights.
+        IncompatibleError: it does not fit, or merged it makes other logits than peft's unmerged layers.
     """
     try:
         folder = _adapter_folder(adapter)
         config = checked_config(folder, [name for name, _ in model.named_modules()])
         _require_fit(model, config, folder)
-        with_adapter = PeftModel.from_pretrained(model, str(folder), config=config)
-        for name, parameter in with_adapter.named_parameters():
-            if cast(str, with_adapter.base_model.prefix) in name:  # it is the adapter's
-                parameter.data = parameter.data.double()
-        return cast(PreTrainedModel, with_adapter.merge_and_unload())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft's, of tied embeddings, which are untied here
+            return _merged(model, config, folder)
     except OutriderError:
         raise
     except Exception as error:
         elsewhere = "" if Path(adapter).expanduser().exists() else " (no such folder is here, so the Hub was asked)"
         raise BadInputError(f"the adapter at {adapter!r} cannot be loaded{elsewhere}: {reason(error)}") from error
+
+
+def _merged(model: PreTrainedModel, config: PeftConfig, folder: Path) -> PreTrainedModel:
+    """Return the model with the adapter in its weights, after a comparison with the logits of the two side by side."""
+    ties, vocab = _Ties(model), model.config.get_text_config().vocab_size
+    with_adapter = PeftModel.from_pretrained(model, str(folder), config=config)
+    expected = few_logits(with_adapter, vocab)
+    ties.cut_at_adapters()
+    for name, parameter in with_adapter.named_parameters():
+        if cast(str, with_adapter.base_model.prefix) in name:  # it is the adapter's
+            parameter.data = parameter.data.double()
+    merged = cast(PreTrainedModel, with_adapter.merge_and_unload())
+    left = next((name for name, module in merged.named_modules() if isinstance(module, _WRAPPERS)), None)
+    if left is not None:
+        raise IncompatibleError(
+            f"the adapter in {folder} cannot be merged: peft leaves a part of it at {left}, which two of its settings "
+            "train at once. Train it with one of them (a LoRA, modules_to_save or trainable_token_indices)."
+        )
+    ties.join_equals(bool(getattr(config, "ensure_weight_tying", False)))
+    advice = "Take an adapter of another kind, or without the target's embeddings."
+    require_same_logits(f"the adapter in {folder}, merged by peft,", few_logits(merged, vocab), expected, advice)
+    return merged
+
+
+class _Ties:
+    """The weight that a model's input and output embeddings share, if they are tied."""
+
+    def __init__(self, model: Any):
+        self.model, self.shared = model, model.get_input_embeddings().weight
+        configs = (model.config, model.config.get_text_config())
+        is_tied = model.get_output_embeddings().weight is self.shared
+        self.told_by = [c for c in configs if is_tied and getattr(c, "tie_word_embeddings", False)]
+
+    def _ends(self) -> list[Any]:
+        return [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+
+    def cut_at_adapters(self) -> None:
+        """Give each embedding a weight of its own where an adapter stands at one of them: it changes that one alone."""
+        if self.told_by and any(isinstance(end, _WRAPPERS) for end in self._ends()):
+            sharing = [m for m in self.model.modules() if m._parameters.get("weight") is self.shared]
+            for module in sharing[1:]:
+                module.weight = nn.Parameter(self.shared.detach().clone(), requires_grad=False)
+
+    def join_equals(self, changed_alike: bool) -> None:
+        """Tie embeddings of equal weights again, and let the configs tell whether they are tied.
+
+        Weights that were `changed_alike` by one adapter are equal but for rounding: the sums have two orders.
+        """
+        first, last = (end.weight for end in self._ends())
+        tolerance = 4 * torch.finfo(first.dtype).eps * float(first.abs().max()) if changed_alike else 0.0
+        is_tied = bool(self.told_by) and float((first - last).abs().max()) <= tolerance
+        if is_tied:
+            self.model.get_output_embeddings().weight = first
+        for config in self.told_by:
+            config.tie_word_embeddings = is_tied
 
 
 def checked_config(folder: Path, names: list[str]) -> PeftConfig:

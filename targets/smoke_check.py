@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from ..common.errors import BadInputError, IncompatibleError, OutriderError, fir
 from .backbone import Backbone
 from .cache import RowLengths
 from .cache_and_masks import CacheLayout
-from .weights import overflow_of
+from .weights import overflow_of, require_true_ties
 
 _TRIED = 8  # tokens
 
@@ -26,6 +27,7 @@ _TOLERANCE = 0.1
 
 def require_readable(target: Backbone, lm_head: Callable[[Tensor], Tensor], layout: CacheLayout) -> None:
     """Raise IncompatibleError for a target whose text would differ from its own `generate`'s, or whose passes fail."""
+    require_true_ties(target.model)
     _check_frozen(target)
     with refusing(target.model):
         _check_causal(target)
@@ -103,6 +105,29 @@ def reads_ragged_rows(target: Backbone, layout: CacheLayout) -> bool:
         states.append(target.run(torch.zeros(2, 1, dtype=torch.long, device=target.device), cache)[0][0, 0])
     alone, beside = states
     return not differ(beside, alone, 4 * torch.finfo(alone.dtype).eps ** 0.75)
+
+
+@torch.no_grad()
+def few_logits(model: Any, vocab: int) -> Tensor:
+    """Return a model's logits of a few tokens, spread over a vocabulary, by the library's own pass, `[T, vocab]`."""
+    tokens = torch.linspace(0, vocab - 1, 2 * _TRIED, device=model.get_input_embeddings().weight.device).long()
+    return cast(Tensor, model(input_ids=tokens[None], use_cache=False).logits[0, :, :vocab])
+
+
+def require_same_logits(what: str, logits: Tensor, expected: Tensor, advice: str, tolerance: float = 0.0) -> None:
+    """Raise IncompatibleError if logits after a change of a model differ by more than rounding from those before it.
+
+    Args:
+        what: the changed model, for the sentence.
+        tolerance: relative; 0 for what rounding once in the model's precision leaves.
+    """
+    distance, size = ((part.cpu().float()).norm() for part in (logits.cpu() - expected.cpu(), expected))
+    allowed = tolerance or torch.finfo(logits.dtype).eps ** 0.5
+    if not distance <= allowed * size and bool(expected.isfinite().all()):
+        raise IncompatibleError(
+            f"{what} makes other logits: they differ by {distance / size:.2g} of their size, and at most {allowed:.2g} "
+            f"is expected of rounding. {advice}"
+        )
 
 
 def differ(one: Tensor, other: Tensor, tolerance: float = _TOLERANCE) -> bool:

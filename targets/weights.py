@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from transformers import PreTrainedModel
 
 from ..common.digests import digest_json
 from ..common.errors import BadInputError, IncompatibleError, Refusal
@@ -116,6 +117,21 @@ def no_more_than(num_tensors: int, what: str) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def require_true_ties(model: PreTrainedModel) -> None:
+    """Raise IncompatibleError if a model's config ties weights that differ: engines would tie them, the library not."""
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        try:
+            weights = model.get_parameter_or_buffer(name), model.get_parameter_or_buffer(other)
+        except AttributeError:  # of an adapter or a quantised layer, which has no such weight
+            continue
+        if weights[0] is not weights[1] and not weights[0].is_meta:
+            raise IncompatibleError(
+                f"the config of {type(model).__name__} ties its embeddings (tie_word_embeddings), and {name} differs "
+                f"from {other}: engines would read one of them, the library reads both. Set tie_word_embeddings to "
+                f"false in the model's config, or take {name} out of its weights if it is a left-over."
+            )
 
 
 def restored(make: Callable[[], M], folder: Path) -> M:

@@ -7,10 +7,13 @@ import shlex
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
-from outrider.common import BadInputError
+from outrider.common import BadInputError, IncompatibleError
 from outrider.common.locks import lock_file, locked
+from outrider.formats.early_exit import save_target
 from outrider.heads import Eagle3, Eagle3Config, Medusa, MedusaConfig
 from outrider.heads.saved import read_config
 from outrider.pair import export_pair, new_pair
@@ -57,6 +60,37 @@ def test_an_adapter_leaves_as_a_lora_module_that_requests_ask_for(adapted, recip
     assert served.fingerprint().digest == pair.fingerprint().digest
     with pytest.raises(BadInputError, match="only vLLM"):
         export_pair(pair, "medusa", tmp_path / "medusa", lora=True)
+
+
+def test_an_adapter_of_one_tied_embedding_leaves_merged_with_both_and_never_as_a_module(
+    recipe, tmp_path, tiny_llama, tiny_tokenizer
+):
+    """vLLM has one module for tied embeddings, and believes the config."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = tiny_llama(vocab=len(tiny_tokenizer), tie_word_embeddings=True)
+    model.save_pretrained(base)
+    tiny_tokenizer.save_pretrained(base)
+    settings = {"r": 2, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+    get_peft_model(model, LoraConfig(**settings)).save_pretrained(adapter)
+    target = Target.load(base, adapter=adapter, device="cpu")
+    pair = new_pair(tmp_path / "pair", target, Medusa.build(MedusaConfig(num_heads=2), target), recipe, calibration=[])
+    export_pair(pair, "vllm", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "target" / "config.json").read_text())["tie_word_embeddings"] is False
+    stored = load_file(tmp_path / "out" / "target" / "model.safetensors")
+    assert not torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+    assert Target.load(tmp_path / "out" / "target", device="cpu").fingerprint() == pair.fingerprint()
+    with pytest.raises(BadInputError, match="no plain LoRA"):
+        export_pair(pair, "vllm", tmp_path / "lora", lora=True)
+
+
+def test_a_targets_copy_that_is_another_model_is_refused(make_target, tmp_path):
+    """The library rounds all weights that it reads to one type: a norm of another one changes on the way."""
+    target = make_target()
+    target.model.to(torch.bfloat16).model.norm.float().weight.data += 1e-4
+    with pytest.raises(
+        IncompatibleError, match=r"another model than the target: 1 of \d+ weights .*model\.norm\.weight"
+    ):
+        save_target(target, tmp_path / "copy")
 
 
 def test_a_target_without_an_adapter_has_no_lora_module(make_pair, tmp_path):

@@ -9,15 +9,15 @@ V' the drafter's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..common import BadInputError
-from ..heads import NodeSession, Proposal
+from ..common import BadInputError, IncompatibleError
+from ..heads import NodeSession, Proposal, Session
 from ..targets import Nodes
 from .plan import Tree
 from .rng import uniforms
@@ -106,7 +106,7 @@ class DraftSampler:
 
         `context`: of that token, if there are processors.
         """
-        logits = self.config.draftable(logits, token_ids)
+        logits = self._draftable(logits, token_ids)
         if self._is_certain and context is None:
             best = _highest(logits, logits)
             return best if token_ids is None else best._replace(token=token_ids.index_select(0, best.place))
@@ -133,7 +133,7 @@ class DraftSampler:
             nodes: numbers of the nodes, by which draws differ, `[B or 1, W]`.
             context: the children's, `[B, W]` places, if there are processors.
         """
-        logits = self.config.draftable(logits, token_ids)
+        logits = self._draftable(logits, token_ids, nodes.shape[-1])
         if not self._is_certain or context is not None:
             logits, token_ids = self._processed(logits, token_ids, context), None
         if self._is_certain:
@@ -150,6 +150,16 @@ class DraftSampler:
             noise = gumbel(keys.seed, DRAFT, self.config.vocab, rows, first, nodes)
         tokens = (log_probs + noise).topk(count, -1).indices
         return Children(tokens, log_probs.gather(-1, tokens), drawn, peaks)
+
+    def _draftable(self, logits: Tensor, token_ids: Tensor | None, *nodes: int) -> Tensor:
+        """Return a session's logits `[B, V']`, or `[B, W, V']` at W `nodes`, without what must not be drafted."""
+        expected = (len(self.keys.sequences), *nodes, self.config.vocab if token_ids is None else len(token_ids))
+        if tuple(logits.shape) != expected:
+            raise IncompatibleError(
+                f"the drafter's session returned logits of the shape {tuple(logits.shape)}, expected {expected}: rows, "
+                "nodes of a tree, and the target's vocabulary, or as many as it has output_ids. Mend the session."
+            )
+        return self.config.draftable(logits, token_ids)
 
     @property
     def _is_certain(self) -> bool:
@@ -205,6 +215,7 @@ class ChainDraft:
     def __init__(self, sampler: DraftSampler, confidence: float = 0.0):
         self.sampler, self.confidence, self.context, self.depth = sampler, confidence, sampler.context, 0
         self.probs, self.peaks, self.reach = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.tokens: list[Tensor] | None = None  # copies of those that were chosen, where they are compared
         self.certain: Tensor | None = None
         self.lengths: Tensor | None = None
 
@@ -218,6 +229,8 @@ class ChainDraft:
             self.peaks.append(picked.peak)
         if self.confidence:
             self._count(picked)
+        if self.tokens is not None:
+            self.tokens.append(token.clone())
         self.depth += 1
         if self.context is not None:
             self.context = self.context.then(token[:, None], torch.ones(1, 1, 1, dtype=torch.bool, device=token.device))
@@ -270,7 +283,7 @@ def propose_confidently(session: NodeSession, root: Tensor, depth: int, chain: C
         drafted.append(chain.next_token(logits, session.output_ids))
         if len(drafted) == depth:
             break
-        logits = session.decode(drafted[-1][:, None])[:, 0]
+        logits = session.decode(drafted[-1][:, None].clone())[:, 0]
     return Proposal.chain(torch.stack(drafted, 1))
 
 
@@ -347,7 +360,7 @@ def grow_static(session: NodeSession, root: Tensor, layout: StaticTree, sampler:
         tokens[:, level.nodes] = children.tokens[:, level.which, level.ranks]
         real[:, level.nodes] = children.scores[:, level.which, level.ranks] > float("-inf")
         if depth < layout.depth:
-            logits = session.decode(tokens[:, level.read], level.above.expand(rows, -1))
+            logits = session.decode(tokens[:, level.read], level.above.repeat(rows, 1))
     for _ in range(layout.depth - 1):  # under nodes that are there, too
         real = real & torch.nn.functional.pad(real, (1, 0), value=True).gather(1, parents + 1)
     proposal = Proposal(tokens, real, layout.depth, parents, layout.read.expand(rows, -1))
@@ -439,3 +452,68 @@ def grow_dynamic(
         order = tree.mark_read(known, (level - 1) * width)
         logits = session.decode(tree.tokens.gather(1, known), order)
     return Draft(tree.best(nodes, depth), None, peaks)
+
+
+@dataclass
+class ProposalCheck:
+    """A check of what a drafter's session proposes: of shapes in each round, of contents in the first of a request.
+
+    A session may be somebody else's, and what is wrong would end inside the target, or change the text. To read
+    contents the host waits for the device, so rounds of fixed shapes do without, unless the host itself proposes.
+    """
+
+    vocab: int
+    max_nodes: Callable[[int], int]  # the drafter's, of a depth
+    is_done: bool = False  # whether contents were read
+
+    def __call__(self, session: Session, proposal: Proposal, rows: int, depth: int, chain: ChainDraft | None) -> None:
+        """Raise IncompatibleError for a wrong proposal of up to `depth` tokens.
+
+        `chain`: has the distributions that the rule needs its tokens to be drawn from; None if it needs none.
+        """
+        problem = self._problem_of_shapes(proposal, rows, depth)
+        count = 0 if problem else proposal.tokens.shape[1]
+        if count and chain is not None and len(chain.probs) != count:
+            problem = f"{count} tokens, of which choose picked {len(chain.probs)}; expected all, or deterministic=True"
+        if problem is None and count and not self.is_done:
+            self.is_done = True
+            problem = self.problem_of_contents(proposal, None if chain is None else chain.tokens)
+        if problem is not None:
+            raise self.refusal(session, problem)
+
+    def refusal(self, session: Session, problem: str) -> IncompatibleError:
+        advice = "Mend its propose (docs/developers/adding-a-drafter.md), or take another drafter."
+        return IncompatibleError(f"the drafter's {type(session).__name__} proposed {problem}. {advice}")
+
+    def _problem_of_shapes(self, proposal: Proposal, rows: int, depth: int) -> str | None:
+        most = depth if proposal.parents is None else self.max_nodes(depth)
+        size, names = tuple(proposal.tokens.shape), ["tokens", "real", "parents", "read"]
+        for name in names[:2] if proposal.parents is None else names:
+            part, dtype = getattr(proposal, name), torch.bool if name == "real" else torch.long
+            if part is None or part.dtype != dtype or part.shape != size or len(size) != 2 or size[0] != rows:
+                found = "none" if part is None else f"{part.dtype} {list(part.shape)}"
+                return f"{name} of {found}; expected {dtype} [{rows}, N]"
+        if size[1] > most or (proposal.parents is None and proposal.depth != size[1]):
+            return f"{size[1]} tokens that are {proposal.depth} deep; expected at most {most}, a chain as deep as long"
+        return None
+
+    def problem_of_contents(self, proposal: Proposal, chosen: list[Tensor] | None) -> str | None:
+        """Return what is wrong with a proposal of right shapes, in words; None for nothing."""
+        tokens, real, parents = proposal.tokens, proposal.real, proposal.parents
+        outside = tokens[(tokens < 0) | (tokens >= self.vocab)]
+        if len(outside):
+            return f"token {int(outside[0])}; expected ids from 0 to {self.vocab - 1}, the target's vocabulary"
+        numbers = torch.arange(tokens.shape[1], device=tokens.device)
+        above = (numbers - 1).expand_as(tokens) if parents is None else parents
+        if ((above < -1) | (above >= numbers)).any():
+            return f"parents {above[0].tolist()} in its first row; expected −1 or the number of an earlier token"
+        if (real & ~torch.nn.functional.pad(real, (1, 0), value=True).gather(1, above + 1)).any():
+            return "tokens after padding; expected none, as real says which are padding"
+        ancestors = above
+        for _ in range(proposal.depth - 1):
+            ancestors = torch.where(ancestors < 0, -1, above.gather(1, ancestors.clamp(min=0)))
+        if (ancestors >= 0).any():
+            return f"a tree deeper than its depth of {proposal.depth}"
+        if chosen and (real & (torch.stack(chosen, 1) != tokens)).any():
+            return "other tokens than choose picked, by whose probabilities they would be judged; expected those"
+        return None

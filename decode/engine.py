@@ -28,7 +28,7 @@ from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
 from ..targets.images import ImageInputs
 from ..targets.split_attention import steady_kernels
 from .control import Controller, Schedule
-from .drafting import SamplerConfig
+from .drafting import ProposalCheck, SamplerConfig
 from .memory import Load, require_memory
 from .nonfinite import NonFiniteTracer
 from .plan import Plan
@@ -302,7 +302,8 @@ class Run:
         idle = None if processors.idle else processors
         sampler_config = SamplerConfig(request.sampling, idle, target.vocab_size, undrafted)
         taps = () if self.drafter is None else self.drafter.taps
-        self.setup = RoundSetup(target, plan, sampler_config, abilities, taps)
+        check = None if self.drafter is None else ProposalCheck(target.vocab_size, self.drafter.max_nodes)
+        self.setup = RoundSetup(target, plan, sampler_config, abilities, taps, proposals=check)
         self.controller = None if self.drafter is None else _controller(plan, abilities, len(request.prompts))
         self.sequences = [_Sequence(request.max_new_tokens, ends, request.stop) for _ in request.prompts]
         self.active = list(range(len(self.sequences)))  # active[i] is the sequence of row i
@@ -373,6 +374,8 @@ class Run:
             self.static_batch = self.static_batches.reserve(rows, load.length, load.spare, drafter)
             self.margin = load.margin
             self.setup = replace(self.setup, may_sync=False)
+            if self.setup.proposals is not None:
+                self.setup.proposals.is_done = not self.setup.abilities.from_text
             _ = self.setup.static_tree  # made now: a capture may not copy from the host
             cache, session = self.static_batch.cache, self.static_batch.session
         else:

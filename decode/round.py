@@ -26,6 +26,7 @@ from .drafting import (
     ChainDraft,
     Draft,
     DraftSampler,
+    ProposalCheck,
     SamplerConfig,
     StaticTree,
     grow_dynamic,
@@ -53,6 +54,7 @@ class RoundSetup:
     taps: tuple[int, ...] = ()  # hidden states that the drafter reads
     # Whether the host may wait for the device, to learn whether a chain has ended: not in a round of fixed shape.
     may_sync: bool = True
+    proposals: ProposalCheck | None = None  # of what the drafter's session returns
     # Called with every verdict and what it was made of; for measurements.
     on_verdict: Callable[[Verdict, VerifyInputs], None] | None = None
 
@@ -91,7 +93,7 @@ class RoundState:
     def select(self, rows: list[int]) -> RoundState:
         """Keep only these rows, in this order."""
         self.cache.select(rows)
-        self.session.select(rows)
+        self.session.select(list(rows))  # what sessions are handed is their own: a copy, if it is used again
         return replace(
             self,
             root=self.root[rows],
@@ -208,7 +210,13 @@ def step(
     drafted = draft(setup, state, depth)
     if on_drafted is not None:
         on_drafted()
-    state, result = verify_and_commit(setup, state, drafted)
+    try:
+        state, result = verify_and_commit(setup, state, drafted)
+    except IndexError:
+        problem = None if setup.proposals is None else setup.proposals.problem_of_contents(drafted.proposal, None)
+        if setup.proposals is None or problem is None:
+            raise
+        raise setup.proposals.refusal(state.session, problem) from None
     update_session(state, result)
     return state, result
 
@@ -232,7 +240,7 @@ def draft(setup: RoundSetup, state: RoundState, depth: int) -> Draft:
     """Draft up to `depth` tokens after the root, in the plan's shape if the session can."""
     if not depth:
         return no_draft(state.root)
-    plan, session, root = setup.plan, state.session, state.root
+    plan, session, root = setup.plan, state.session, state.root.clone()
     rule = RULES[setup.rule(setup.abilities.deterministic)]
     sampler = DraftSampler(rule, setup.sampler_config, state.keys, state.context)
     undrafted = setup.sampler_config.undrafted
@@ -243,11 +251,16 @@ def draft(setup: RoundSetup, state: RoundState, depth: int) -> Draft:
             grown = grow_dynamic(session, root, plan.width, plan.max_nodes, depth, sampler)
             return _masked(state, grown, None, undrafted)
     chain = ChainDraft(sampler, plan.confidence)
+    if setup.proposals is not None and not setup.proposals.is_done:
+        chain.tokens = []
     by_confidence = setup.abilities.confident and (plan.confidence or isinstance(plan.control, Schedule))
     if by_confidence and setup.abilities.reads_nodes and isinstance(session, NodeSession):
         proposal = propose_confidently(session, root, depth, chain, setup.may_sync)
     else:
         proposal = session.propose(root, depth, chain.next_token, chain.ended if setup.may_sync else None)
+    if setup.proposals is not None:
+        samples = RULES[setup.rule(proposal.deterministic)].samples
+        setup.proposals(session, proposal, len(root), depth, chain if samples else None)
     lengths = chain.lengths  # of what each row really proposes, [B]; None for all
     if isinstance(plan.control, Schedule) and chain.reach:
         lengths = plan.control.lengths(torch.stack(chain.reach[: proposal.depth], 1))
@@ -313,10 +326,10 @@ def step_proposed(setup: RoundSetup, proposed: ProposedRound, goes_on: bool) -> 
     if goes_on:
         rule, config = RULES[setup.rule(setup.abilities.deterministic)], setup.sampler_config
         chain = ChainDraft(DraftSampler(rule, config, state.keys, state.context), setup.plan.confidence)
-        both = propose_after(copied, session, state.root, copied.depth, chain.next_token, config.vocab)
+        both = propose_after(copied, session, state.root.clone(), copied.depth, chain.next_token, config.vocab)
         drafted, lengths = chain.draft(both), chain.lengths
     else:
-        session.propose(state.root, 1, lambda *_: state.root)
+        session.propose(state.root.clone(), 1, lambda *_: state.root.clone())
     state, result = verify_and_commit(setup, state, _masked(state, drafted, lengths))
     session.update(result.tokens, result.hidden, result.counts)
     return replace(proposed, state=state), result

@@ -173,11 +173,13 @@ class StaticBatch:
         texts, model = (session.statistical, session.model) if isinstance(session, FusionSession) else (session, None)
         staying = [place for place, row in enumerate(self._proposing) if row not in idle]
         if len(staying) < len(self._proposing):
-            texts.select(staying)
+            texts.select(list(staying))
             self._proposing = [self._proposing[place] for place in staying]
         rows = self._proposing
         if depth and self.drafter is not None:
             proposal = texts.propose(state.root[rows], depth, _no_choice)
+            if setup.proposals is not None:
+                setup.proposals(texts, proposal, len(rows), depth, None)
             goes_on = model is not None and (len(rows) > 1 or not proposal.tokens.shape[1])
             proposal = proposal.spread(rows, self.cache.batch_size, self.drafter.max_nodes(depth))
             key = (_key(setup, depth, window), proposal.depth, proposal.parents is None, goes_on)

@@ -238,7 +238,7 @@ class NodeSession(Session):
         self.round_depth = depth = min(depth, self.max_depth or depth)
         drafted = [choose(self.prefill(root), self.output_ids)]
         while len(drafted) < depth and not (ended is not None and ended()):
-            logits = self.decode(drafted[-1][:, None])
+            logits = self.decode(drafted[-1][:, None].clone())
             drafted.append(choose(logits[:, 0], self.output_ids))
         return Proposal.chain(torch.stack(drafted, 1))
 

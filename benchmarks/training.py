@@ -149,7 +149,8 @@ def main(given: Sequence[str] | None = None) -> int:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            write(result, arguments.out, tables(result))
+            write(result, arguments.out)
+    print("\n\n".join(tables(result)), flush=True)
     return 0
 
 

@@ -317,3 +317,15 @@ def test_lines_of_prose_fit_a_window(page: Path) -> None:
     """Tables and blocks of code may be wider."""
     lines = prose_of(page).splitlines()
     assert [line for line in lines if len(line) > 120 and not line.startswith(("|", "    "))] == []
+
+
+def test_the_pages_are_few_words_enough_to_be_read() -> None:
+    """Without those that are generated: the keys of a recipe and the map of files."""
+    generated = {"recipe-keys.md", "map.md"}
+    words = sum(len(text_of(page).split()) for page in (ROOT / "docs").rglob("*.md") if page.name not in generated)
+    assert words <= 32_000
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "guides"], ids=shown)
+def test_a_guide_begins_with_the_question_that_it_answers(page: Path) -> None:
+    assert "?" in text_of(page).split("\n\n")[1]

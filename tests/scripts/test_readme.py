@@ -326,6 +326,8 @@ def test_the_pages_are_few_words_enough_to_be_read() -> None:
     assert words <= 32_000
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "guides"], ids=shown)
-def test_a_guide_begins_with_the_question_that_it_answers(page: Path) -> None:
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != README and page.name != "recipe-keys.md"], ids=shown
+)
+def test_a_page_begins_with_the_question_that_it_answers(page: Path) -> None:
     assert "?" in text_of(page).split("\n\n")[1]

@@ -287,7 +287,7 @@ def real(asked: Namespace) -> tuple[dict[str, Any], list[str]]:
             result["speed"] = {"held": held, "median_half_width": width, "ratios": [shown(i) for i in speeds]}
             loads = [round(load[1], 1) for load in (began, getloadavg())]
             result["conditions"] |= {"repeats": len(speeds), "load_average": loads}
-            write(result, asked.out, tables)
+            write(result, asked.out)
         if asked.questions:
             result["gate"] = _real_gates(target, drafter, chance, suites, asked)
             tables.append(_real_gate_table(result["gate"]))

@@ -156,7 +156,7 @@ def main(given: Sequence[str] | None = None) -> int:
             found = cell.measure()
             result["cells"].append(found)
             print(cell_table(found), flush=True)
-            write(result, arguments.out, [cell_table(cell) for cell in result["cells"]])
+            write(result, arguments.out)
     return 0
 
 

@@ -4,7 +4,7 @@
 #
 # Each step ends in a file of the output folder ($OUT, or build/gpu); a step whose file is there is skipped, so the same
 # call goes on where the last one was cut off. A step that fails or runs past its limit leaves NAME.failed, and the
-# others go on. Last comes summary.md, one page. --tiny runs all of it at small shapes, on a CPU if there is no GPU.
+# others go on. Last comes summary.md: what failed, and the tables. --tiny runs all of it at small shapes, on a CPU if there is no GPU.
 # --model is the target for which `candidates` tries every way of running passes. --heads holds drafters that were
 # trained for the embedded target before, as eagle1/drafter and eagle3/drafter: `real-size` races them.
 #
@@ -59,7 +59,6 @@ step() {
     status=$?
     if [ $status -eq 0 ]; then
         if [ -e "$file.part" ]; then mv "$file.part" "$file"; else cp "$out/$name.log" "$file"; fi
-        if [ -e "$file.md" ]; then mv "$file.md" "${file%.json}.md"; fi # its tables, which a benchmark writes beside
         echo "· $name: done in $((SECONDS - began)) s"
     else
         [ $status -eq 124 ] && echo "ran past its limit of $limit s" >>"$out/$name.log"
@@ -71,12 +70,13 @@ bench() { echo "$python -m benchmarks.$1"; }
 
 llama=(--target embedded@8b) qwen=(--target embedded@qwen3-8b) floor=() numbers=(--dtypes bfloat16 float32)
 context=(--context 1024 8192) lengths=(--lengths 1024 2048 4096) chunks=() suite=() repeats=() quick=(--limit 4) interpret=0
-few=() draft=(--draft-like 1b)
+few=() draft=(--draft-like 1b) learn=("output=$out/head")
 if [ -n "$tiny" ]; then
     [ "$model" = embedded@8b ] && model=embedded
     small=(hidden_size=512 num_hidden_layers=12 intermediate_size=1024 vocab_size=4352)
     llama+=(--shape "${small[@]}") qwen+=(--shape "${small[@]}") floor=(--bytes 1000000) numbers=(--dtypes float32)
     context=(--context 160) lengths=(--lengths 32 --rows 2) chunks=(--chunks 16 512) draft=()
+    learn+=(training.max_steps=3 data.limit=8)
     suite=(--max-new-tokens 8) repeats=(--repeats 2) quick=(--quick --limit 2) interpret=1
     few=(--draft-vocab 2304 --limit 1 --max-new-tokens 8 --depths 2)
 fi
@@ -98,7 +98,7 @@ real=(--draft-vocab 32000 --limit 4 --max-new-tokens 96 --repeats 1 --cost-turns
     step passes-qwen3 300 passes-qwen3.json $(bench passes) "${qwen[@]}" "${context[@]}" \
         "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-qwen3.json.part"
     step candidates 300 candidates.txt "$python" -m outrider.targets.fast "$model"
-    step head 420 head.txt "$root/benchmarks/gpu_head.sh" "$python" "$out" "$tiny"
+    step head 420 head.txt "$python" -m outrider.train embedded-eagle3 "${learn[@]}"
     # What was fastest there runs the decoder's passes: trying all ways again would take each step minutes.
     runner=(--runner "$("$python" -c '
 import json, sys
@@ -126,9 +126,12 @@ print(min((n for n in runners if "passes" in runners[n]), key=lambda n: sum(p["s
         --out "$out/identity.json.part"
     step compiled 420 compiled.json $(bench passes) "${llama[@]}" "${context[@]:0:2}" "${repeats[@]}" \
         "${floor[@]}" --runners compiled --out "$out/compiled.json.part"
-    if [ "$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null)" -gt 1 ] 2>/dev/null; then
-        step scaling 420 scaling.json "$python" -m torch.distributed.run --nproc-per-node gpu \
-            -m benchmarks.scaling "${llama[@]}" --out "$out/scaling.json.part"
-    fi
 }
-$(bench gpu_summary) "$out" | tee "$out/summary.md"
+for file in "$out"/*.failed "$out"/*.log; do
+    [ -e "$file" ] || continue
+    name=$(basename "${file%.*}")
+    case $file in
+        *.failed) echo "**$name** failed: $(paste -sd ' ' "$file")" ;;
+        *) grep -q '^|' "$file" && printf '\n## %s\n\n%s\n' "$name" "$(grep -E '^(\||$)' "$file" | cat -s)" ;;
+    esac
+done | tee "$out/summary.md"

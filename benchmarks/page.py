@@ -1,10 +1,10 @@
-"""One page of all saved results, each figure with its file, its machine and its date.
+"""The page of results and the index of result files, both made from those files.
 
-    python -m benchmarks.page             # writes benchmarks/RESULTS.md
-    python -m benchmarks.page --check     # only says whether that page is up to date
+    python -m benchmarks.page             # writes benchmarks/RESULTS.md and benchmarks/results/README.md
+    python -m benchmarks.page --check     # writes nothing; exit code 1 if one of them is out of date
 
-A result is a JSON file in `results/` or `archive/`, with its tables beside it in a Markdown file of the same name;
-`results/notes.yaml` holds what it is about, and its date where the file has none.
+`tables.yaml` names the figures of each table by their paths in the JSON files. `results/notes.yaml` has a title and a
+note for each file, and its date where the file has none.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +20,33 @@ import yaml
 
 from outrider.common.atomic import write_atomically
 
-from .report import table
+from .report import NOTHING, interval, table
 
 FOLDER = Path(__file__).parent
 PAGE = "RESULTS.md"
+INDEX = "results/README.md"
 RECORDED = "not recorded"
-# Conditions that stand in the first line of a section, or say nothing about the figures.
-ELSEWHERE = {"target", "dtype", "device", "device_name", "threads", "versions", "torch"}
-ELSEWHERE |= {"confidence", "resamples", "cells", "products", "created"}
-OPENING = """# Results
+NO_TARGET = "no target"
+INDEX_OPENING = """# Result files
 
-Everything that was measured of Outrider and kept. `python -m benchmarks.page` makes this page from the files in
-`benchmarks/results/` and `benchmarks/archive/`; do not edit it by hand.
-
-τ is the mean number of tokens per round, the target's own token included. Speedup is tokens per second over those of
-the plain target in the same engine and the same run. [low, high] are 95% intervals. T is the temperature.
+One line for each file: what it is about, target, machine, date. `python -m benchmarks.page` makes this index from the
+files and `notes.yaml`, which has a note about each. [The ten tables](../RESULTS.md) show what users ask for.
 """
-NO_GPU = "Nothing here was measured on a GPU.\n"
 
 
 class Entry:
-    """A result file, its tables, and its note."""
+    """A result file and its note."""
 
-    def __init__(self, file: Path, note: dict[str, str]):
-        self.file, result = file, json.loads(file.read_text(encoding="utf-8"))
-        self.title, self.note = note.get("title", file.stem), note.get("note", "").strip()
-        # What a file holds about the run; in files about kernels it stands beside the figures.
-        beside = {name: value for name, value in result.items() if name in ("device", "device_name", "versions")}
-        self.conditions: dict[str, Any] = result.get("conditions", beside)
-        date = result.get("created") or self.conditions.get("created") or note.get("date")
+    def __init__(self, file: Path, note: dict[str, str], targets: dict[str, str]):
+        self.file = file
+        self.result = json.loads(file.read_text(encoding="utf-8"))
+        self.title = note.get("title", file.stem)
+        self.note = note.get("note", "").strip()
+        # In files about kernels the machine stands beside the figures.
+        self.conditions: dict[str, Any] = self.result.get("conditions", self.result)
+        date = self.result.get("created") or self.conditions.get("created") or note.get("date")
         self.date = str(date)[:10] if date else RECORDED
+        self.target = note.get("target") or _target(self.conditions.get("target"), targets)
 
     def machine(self) -> str:
         """Return the processor or device as far as the file names it."""
@@ -56,60 +54,134 @@ class Entry:
         threads = self.conditions.get("threads")
         return name if threads is None else f"{name}, {threads} thread{'s' * (threads != 1)}"
 
-    def section(self) -> str:
-        """Return the whole section as Markdown."""
-        conditions = self.conditions
-        versions = conditions.get("versions") or {k: v for k, v in conditions.items() if k == "torch"}
-        software = ", ".join(f"{name} {version}" for name, version in versions.items()) or RECORDED
-        opening = f"`{self.file.name}` · {self.date} · {self.machine()} · {conditions.get('dtype', '')} · {software}"
-        kept = {k: v for k, v in conditions.items() if k not in ELSEWHERE and v is not None and v != []}
-        settings = "; ".join(f"{name.replace('_', ' ')}: {_short(value)}" for name, value in kept.items())
-        tables = self.file.with_suffix(".md").read_text(encoding="utf-8").strip()
-        parts = [f"## {self.title}", opening, self.note, f"Conditions: {settings}.", tables]
-        return "\n\n".join(part for part in parts if part)
+    def line(self) -> str:
+        """Return the conditions of the file's figures as one line of Markdown."""
+        facts = [f"[`{self.file.name}`](results/{self.file.name})", self.target, self.machine()]
+        facts += [str(self.conditions.get("dtype", "")), _prompts(self.conditions), self.date]
+        return f"- {' · '.join(fact for fact in facts if fact)}. {self.note}".rstrip()
+
+    def index_line(self) -> str:
+        """Return the file's line in the index."""
+        return (
+            f"- [`{self.file.name}`]({self.file.name}): {self.title} · {self.target} · {self.machine()} · {self.date}"
+        )
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(_short(item) for item in value)
-    if isinstance(value, dict):
-        known = value.get("name"), value.get("num_prompts")
-        return f"{known[0]} ({known[1]})" if all(known) else ", ".join(f"{k} {_short(v)}" for k, v in value.items())
-    return str(value)
+def _target(named: Any, targets: dict[str, str]) -> str:
+    """Return a target by name: files know it by its path, by words, or by the digest of its fingerprint."""
+    name = named.get("path", "") if isinstance(named, dict) else str(named or "")
+    name = targets.get(name[:8], name)
+    return "the embedded target alone" if name == "embedded" else name or NO_TARGET
 
 
-def entries(folder: Path) -> list[Entry]:
-    """Return all results in the order of the notes, those without a note last."""
-    notes: dict[str, dict[str, str]] = yaml.safe_load((folder / "results/notes.yaml").read_text(encoding="utf-8"))
+def _prompts(conditions: dict[str, Any]) -> str:
+    suites = conditions.get("suites") or []
+    names = [suite["name"] if isinstance(suite, dict) else suite for suite in suites]
+    prompts = conditions.get("prompts") or sum(s["num_prompts"] for s in suites if isinstance(s, dict))
+    tokens = conditions.get("max_new_tokens")
+    parts = [f"{prompts} prompts" if prompts else "", f"({', '.join(names)})" if names else ""]
+    parts.append(f"of at most {tokens} new tokens" if tokens else "")
+    return " ".join(part for part in parts if part)
+
+
+def entries(folder: Path) -> dict[str, Entry]:
+    """Return all results by name, in the order of the notes, those without a note last."""
+    notes: dict[str, dict[str, str]] = _yaml(folder / "results/notes.yaml")
+    targets = _yaml(folder / "tables.yaml")["targets"]
     order = {name: place for place, name in enumerate(notes)}
-    files = [*folder.glob("results/*.json"), *folder.glob("archive/*/*.json")]
-    files.sort(key=lambda file: (order.get(file.stem, len(order)), file.stem))
-    return [Entry(file, notes.get(file.stem, {})) for file in files]
+    files = sorted((folder / "results").glob("*.json"), key=lambda f: (order.get(f.stem, len(order)), f.stem))
+    return {file.stem: Entry(file, notes.get(file.stem, {}), targets) for file in files}
+
+
+def _yaml(file: Path) -> Any:
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def figure(result: Any, path: Iterable[Any], key: Any = None) -> Any:
+    """Return what stands at a path of keys in a result.
+
+    A mapping in the path chooses the one row of a list that has these values, and "$" stands for `key`.
+    """
+    for step in path:
+        step = key if step == "$" else step
+        if isinstance(step, dict):
+            wanted = {name: key if value == "$" else value for name, value in step.items()}
+            (result,) = [row for row in result if all(row[name] == value for name, value in wanted.items())]
+        else:
+            result = result[step]
+    return result
+
+
+def cell(result: Any, column: dict[str, Any], path: Any, key: Any) -> str:
+    """Return one figure as its column shows it; `path` may ask for a share, a count or the least of many."""
+    if path is None:
+        return NOTHING
+    if isinstance(path, str):
+        return path
+    if isinstance(path, dict) and "of" in path:  # so many of so many
+        parts = [cell(result, {"digits": 0}, part, key) for part in path["of"]]
+        return NOTHING if NOTHING in parts else " of ".join(parts)
+    if isinstance(path, dict) and "count" in path:
+        rows = figure(result, path["count"]).values()
+        return str(sum(all(row[name] == value for name, value in path["where"].items()) for row in rows))
+    if isinstance(path, dict):
+        found = min(row[path["field"]] for row in figure(result, path["least"]).values())
+    else:
+        found = figure(result, path, key)
+    if found is None or isinstance(found, str):
+        return found or NOTHING
+    digits, unit = column.get("digits", 2), column.get("unit", "")
+    if isinstance(found, dict):
+        value, *bounds = interval(found, digits, column.get("sign", "")).split(" ", 1)
+        return " ".join([f"{value}{unit}", *bounds])
+    return f"{found * column.get('times', 1):.{digits}f}{unit}"
+
+
+def section(asked: dict[str, Any], results: dict[str, Entry]) -> str:
+    """Return one table with its question, its answer, and the conditions of every file in it."""
+    columns = asked["columns"]
+    rows: list[list[str]] = []
+    used: list[Entry] = []
+    for group in asked["groups"]:
+        entry = results[group["file"]]
+        used.append(entry)
+        paths = group.get("paths") or [column.get("path") for column in columns]
+        for label, key in group["rows"].items():
+            cells = [cell(entry.result, *pair, key) for pair in zip(columns, paths, strict=True)]
+            rows.append([str(label), *cells, f"`{entry.file.name}`"])
+    head = [asked["row"], *(column["name"] for column in columns), "file"]
+    conditions = "\n".join(entry.line() for entry in dict.fromkeys(used))
+    return "\n\n".join([f"## {asked['question']}", asked["answer"].strip(), table(head, rows), conditions])
 
 
 def page(folder: Path) -> str:
-    """Return the page about the results in `folder`."""
+    """Return the page of tables about the results in `folder`."""
+    asked = _yaml(folder / "tables.yaml")
     results = entries(folder)
-    rows = [[f"[{e.title}](#{_anchor(e.title)})", f"`{e.file.name}`", e.machine(), e.date] for e in results]
-    overview = table(["what", "file", "machine", "date"], rows)
-    opening = OPENING if any(e.conditions.get("device") != "cpu" for e in results) else f"{OPENING}{NO_GPU}"
-    return "\n".join([opening, overview, "", "\n\n".join(e.section() for e in results), ""])
+    sections = [section(one, results) for one in asked["tables"]]
+    return "\n\n".join([asked["opening"].strip(), *sections]) + "\n"
 
 
-def _anchor(title: str) -> str:
-    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+def index(folder: Path) -> str:
+    """Return the index of all result files in `folder`."""
+    lines = [entry.index_line() for entry in entries(folder).values()]
+    return "\n".join([INDEX_OPENING, *lines, ""])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
-    file, made = FOLDER / PAGE, page(FOLDER)
-    if not parser.parse_args(arguments).check:
-        write_atomically(file, made)
-    elif not file.is_file() or file.read_text(encoding="utf-8") != made:
-        print(f"{PAGE} is not what the result files hold: run python -m benchmarks.page", file=sys.stderr)
-        return 1
-    return 0
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    only_check = parser.parse_args(arguments).check
+    stale = []
+    for name, made in ((PAGE, page(FOLDER)), (INDEX, index(FOLDER))):
+        file = FOLDER / name
+        if not only_check:
+            write_atomically(file, made)
+        elif not file.is_file() or file.read_text(encoding="utf-8") != made:
+            stale.append(name)
+    if stale:
+        print(f"not what the result files hold: {', '.join(stale)}; run python -m benchmarks.page", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

@@ -235,12 +235,12 @@ def main(given: Sequence[str] | None = None) -> int:
                     for each, drafter in drafters.items():
                         gained = gains(target, drafter, rates[each], rows, arguments.depths, arguments.repeats)
                         found["drafters"][each].append(gained)
-                    write(result, arguments.out, tables(result))
+                    write(result, arguments.out)
                 found["products"] = chosen(target)
             except Exception as error:  # one runner that fails says nothing of the others
                 result["runners"][name] = {"error": f"{type(error).__name__}: {error}"[:500]}
                 print(f"{name:16} {result['runners'][name]['error']}", flush=True)
-            write(result, arguments.out, tables(result))
+            write(result, arguments.out)
         print("\n\n".join(tables(result)), flush=True)
     return 0
 

@@ -44,7 +44,7 @@ def options(doc: str | None, *names: str, **defaults: Any) -> ArgumentParser:
     for name in (*names, *defaults):
         settings = _COMMON[name] | ({"default": defaults[name]} if name in defaults else {})
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
-    parser.add_argument("--out", type=Path, help="JSON file for the figures; their tables go beside it, as .md")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
     return parser
 
 
@@ -83,17 +83,15 @@ def command(main: Callable[[], int]) -> int:
         return 128 + number_of(error)
 
 
-def write(result: dict[str, Any], file: Path | None, tables: Sequence[str] = ()) -> None:
-    """Write what is known so far, and its tables beside it; a run that is cut short leaves that."""
+def write(result: dict[str, Any], file: Path | None) -> None:
+    """Write what is known so far; a run that is cut short leaves that."""
     if file is not None:
         write_atomically(file, json.dumps(result, indent=2) + "\n")
-        if tables:
-            write_atomically(file.with_suffix(".md"), "\n\n".join(tables) + "\n")
 
 
 def publish(result: dict[str, Any], file: Path | None, tables: Sequence[str]) -> None:
     """Write a finished result, and print its tables."""
-    write(result, file, tables)
+    write(result, file)
     print("\n\n".join(tables), flush=True)
 
 

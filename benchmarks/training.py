@@ -6,8 +6,7 @@
 An EAGLE-3 head with random weights on random hidden states of a target of that shape (`grown.py`), whose layers take no
 part and are as few as it can have: mixed precision in bfloat16, AdamW, whole steps with their optimizer. MFU is the
 operations of matrix products and attention, counted in a step, over the time of a step and the rate of large products
-that is measured here; --peak-tflops gives another rate, such as a data sheet's. With several processes (`torchrun`),
-see `scaling.py`.
+that is measured here; --peak-tflops gives another rate, such as a data sheet's.
 """
 
 from __future__ import annotations
@@ -149,7 +148,8 @@ def main(given: Sequence[str] | None = None) -> int:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            write(result, arguments.out, tables(result))
+            write(result, arguments.out)
+    print("\n\n".join(tables(result)), flush=True)
     return 0
 
 

@@ -3,9 +3,9 @@
 Where the learning rate falls to zero, the odds of acceptance, α / (1 − α), grow as a power of the share of the training
 that is over, at every depth: from the share f to the end by f^-EXPONENT. At the end of the same training in twice the
 time they are larger by 2^LONGER. Both exponents, and how far trainings stray from them, were measured over drafters of
-ten kinds (`benchmarks/archive/forecasts`): drafters that begin with the target's weights have smaller ones than new
-heads. τ is the analytic one of the training's log, at temperature 1 over the depths that are trained: 1 + Σ_d Π_{i ≤ d}
-α_i.
+ten kinds (`benchmarks/results/forecasts-cpu.json`): drafters that begin with the target's weights have smaller ones
+than new heads. τ is the analytic one of the training's log, at temperature 1 over the depths that are trained:
+1 + Σ_d Π_{i ≤ d} α_i.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benchmarks that time nothing make of rounds, with variants of a recipe and shapes."""
+"""What benchmarks that time nothing make of rounds, with variants of a recipe."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import ablation, shapes
+from benchmarks import ablation
 from benchmarks.acceptance import alpha, over_seeds, pooled, tau
 from benchmarks.report import command
 from outrider.decode import Round
 from outrider.eval.reports.figures import Ratio
 from outrider.eval.reports.statistics import Bootstrap
-from outrider.heads import Eagle3, Eagle3Config
-from outrider.targets import Target
 
 
 def rounds(*accepted: int, drafted: int = 3) -> list[Round]:
@@ -92,21 +90,3 @@ def test_variants_are_trained_once_and_compared_with_the_first(recipe_file, tmp_
 def test_variants_share_target_and_data(recipe_file, capsys, one, other, said):
     assert command(lambda: ablation.main([str(recipe_file), "--vary", one, "--vary", other])) == 2
     assert said in capsys.readouterr().err
-
-
-def test_shapes_and_rules_are_compared_on_the_same_prompts(recipe_file, target_folder, tmp_path):
-    out = tmp_path / "found.json"
-    Eagle3.build(Eagle3Config(), Target.load(target_folder)).save(tmp_path / "head")
-    suite = str(recipe_file.parent / "prompts.jsonl")
-    given = ["--target", str(target_folder), "--drafter", str(tmp_path / "head"), "--suites", suite, "--out", str(out)]
-    given += ["--limit", "3", "--max-new-tokens", "6", "--deepest", "2", "--depth", "2", "--nodes", "4"]
-    given += ["--seeds", "2"]
-    assert command(lambda: shapes.main(given)) == 0
-    result = json.loads(out.read_text())
-    assert result["conditions"]["prompts"] == 3
-    assert {"chain, depth 1", "chain, depth 2"} <= result["temperature 0"]["tau"].keys()
-    assert result["temperature 1"]["quotients"].keys() >= {
-        "chain, block / chain, rejection",
-        "static tree, traversal / static tree, without_replacement",
-    }
-    assert all(row["value"] >= 1 for part in ("temperature 0", "temperature 1") for row in result[part]["tau"].values())

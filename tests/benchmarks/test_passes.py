@@ -54,4 +54,3 @@ def test_every_figure_is_written(target_folder, tmp_path):
     assert passes.main([*given, str(out), "--repeats", "1", "--bytes", "100000", "--runners", "eager", "packed"]) == 0
     result = json.loads(out.read_text())
     assert [row["tokens"] for row in result["runners"]["packed"]["passes"]] == [1, 3]
-    assert out.with_suffix(".md").read_text() == "\n\n".join(passes.tables(result)) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -259,7 +260,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
     bare = set(re.findall(r"(?<![\w/.-])([\w-]+\.(?:py|sh))\b", text_of(page)))
     assert bare - files == set()
     results = set(re.findall(r"`([\w.-]+-[\w.-]+\.json)`", text_of(page)))
-    kept = {file.name for kind in ("results", "archive/*") for file in RESULTS.parent.glob(f"{kind}/*.json")}
+    kept = {file.name for file in RESULTS.parent.glob("results/*.json")}
     assert results - kept == set()
 
 
@@ -269,9 +270,35 @@ def intervals(text: str) -> set[str]:
     return {" ".join(f) for f in re.findall(r"(-?\d+\.\d+)\s(\[-?\d+\.\d+, -?\d+\.\d+\])", plain)}
 
 
+def found_intervals(result: Any) -> Iterator[tuple[float, float, float]]:
+    """Yield every value with its interval in what a result file holds."""
+    if isinstance(result, dict):
+        known = [result.get("value", result.get("share")), result.get("low"), result.get("high")]
+        if all(isinstance(number, float | int) for number in known):
+            yield known[0], known[1], known[2]
+        for name, value in result.items():
+            if f"{name}_interval" in result:
+                yield value, *result[f"{name}_interval"]
+            yield from found_intervals(value)
+    elif isinstance(result, list):
+        for value in result:
+            yield from found_intervals(value)
+
+
+@pytest.fixture(scope="module")
+def measured() -> set[str]:
+    """Every interval of the result files as a page may write it: with one to three digits, or in percent."""
+    files = RESULTS.parent.glob("results/*.json")
+    known = {found for file in files for found in found_intervals(json.loads(text_of(file)))}
+    scaled = ([number * times for number in found] for found in known for times in (1, 100))
+    return {f"{v:.{d}f} [{low:.{d}f}, {high:.{d}f}]" for v, low, high in scaled for d in (1, 2, 3)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=shown)
-def test_every_figure_with_an_interval_stands_on_the_results_page(page: Path) -> None:
-    assert intervals(text_of(page)) - intervals(text_of(RESULTS)) == set()
+def test_every_figure_with_an_interval_stands_in_a_result_file(page: Path, measured: set[str]) -> None:
+    """Printed lines that are shown as an example, indented, may hold others."""
+    said = re.sub(r"^    .*", "", text_of(page), flags=re.MULTILINE)
+    assert intervals(said) - intervals("\n".join(measured)) == set()
 
 
 def test_every_folder_of_code_is_on_the_map() -> None:
@@ -301,3 +328,17 @@ def test_lines_of_prose_fit_a_window(page: Path) -> None:
     """Tables and blocks of code may be wider."""
     lines = prose_of(page).splitlines()
     assert [line for line in lines if len(line) > 120 and not line.startswith(("|", "    "))] == []
+
+
+def test_the_pages_are_few_words_enough_to_be_read() -> None:
+    """Without those that are generated: the keys of a recipe and the map of files."""
+    generated = {"recipe-keys.md", "map.md"}
+    words = sum(len(text_of(page).split()) for page in (ROOT / "docs").rglob("*.md") if page.name not in generated)
+    assert words <= 32_000
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != README and page.name != "recipe-keys.md"], ids=shown
+)
+def test_a_page_begins_with_the_question_that_it_answers(page: Path) -> None:
+    assert "?" in text_of(page).split("\n\n")[1]

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from ..common import BadInputError
 from ..targets import Nodes, RaggedCache, RowLengths, Target
+from ..targets.weights import restored
 from .base import DrafterLoss, TargetBatch, compare_drafts
 from .decoder_layer import (
     CachedLayers,
@@ -42,6 +44,7 @@ from .decoder_layer import (
 )
 from .divergences import LossName, smooth_l1
 from .losses import metrics_by_depth
+from .saved import CONFIG
 from .session import Abilities, DeferredPrefillSession, NodeSession, required, take_positions
 from .unrolled_attention import Places, WholeRows, places_of
 from .vocabulary import kept_bytes, kept_head
@@ -347,6 +350,15 @@ class Eagle1(FeatureDrafter):
             Layer(config, normed=config.norm_first or index > 0) for index in range(config.num_layers)
         )
         self.rotary = rotary_of(config)
+
+    @classmethod
+    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
+        """Restore a saved head. Those of before 2026-11-24 have the whole vocabulary, and no list of it."""
+        if "draft_vocab_size" in values:
+            return super().from_folder(folder, values, target)
+        whole = values | {"draft_vocab_size": values.get("vocab_size", 0)}
+        config = cls.configured(whole, f"{folder / CONFIG}: drafter")
+        return restored(lambda: cls(config), folder, later=("token_ids",))
 
     @property
     def input_projection(self) -> InputProjection:

@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import torch
 
-from ..common import BadInputError, digests
+from ..common import BadInputError, IncompatibleError, digests
 from ..common.errors import NotFiniteError, did_you_mean
 from ..common.plugins import plugin, registered
+from ..common.safe_load import read_json
 from ..targets import Target
 from ..targets.weights import overflow_of
 from .base import Drafter
-from .saved import DrafterConfig, read_config
+from .saved import CONFIG, DrafterConfig, is_stamped, read_config
 
 
 class DrafterTypes(Mapping[str, type[Drafter]]):
@@ -93,7 +94,16 @@ def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
     if kind is None:
         raise BadInputError(f"{path}: config.json names no 'drafter_type' and no 'model_type'; this is not a drafter.")
     form = FORMS.get(kind) if isinstance(kind, str) else None
-    return (form or head_class(kind)).from_folder(Path(path), values, target)
+    try:
+        return (form or head_class(kind)).from_folder(Path(path), values, target)
+    except IncompatibleError as error:
+        raw = read_json(Path(path) / CONFIG)
+        if "drafter_type" not in raw or is_stamped(raw):
+            raise
+        early = (
+            "Its config.json names no version: an Outrider of before 2026-11-28 wrote it, perhaps under other names."
+        )
+        raise IncompatibleError(f"{error} {early} Train again, or use an Outrider of its day.") from error
 
 
 def saved_type(values: dict[str, Any]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_type_hints
@@ -14,6 +15,7 @@ from torch import nn
 
 from ..common import BadInputError, refuse_unknown_keys
 from ..common.atomic import replacing, write_atomically
+from ..common.runtime import installed_version
 from ..common.safe_load import read_json
 from ..common.values import checked_value
 from ..targets import Target
@@ -22,9 +24,22 @@ from ..targets.model_folder import check_config, check_regular
 from ..targets.weights import WEIGHTS, digest_tensor, restored
 
 CONFIG = "config.json"
+SCHEMA_VERSION = 1  # of our config.json: raised when an earlier Outrider would read a new one wrongly
+_STAMP = ("schema_version", "outrider_version")
+# Settings that earlier versions wrote into configs and recipes, with the value that meant "off", and the last day that
+# had them. What was off is read without them, what was on is refused: no code is left that computes it.
+GONE: Mapping[str, tuple[Any, str]] = {
+    "prune": (False, "2026-11-20"),  # draft_model: now `init: prune`
+    "feature_fade": (0.0, "2026-11-23"),  # eagle1, eagle3, peagle
+    "norm_inputs": (False, "2026-11-27"),  # eagle1
+    "grow_steps": (0.0, "2026-11-28"),  # eagle1, eagle3, peagle
+    "weighting": ("decay", "2026-11-28"),  # eagle1, eagle3, peagle
+}
 _MAX_SIZE = 2**31 - 1  # of any length or count
 _MAX_MODULES = 1024  # of these, each of which is built by itself: a million of them would take an hour, and no memory
 _MODULES = ("num_layers", "num_heads", "num_blocks", "depth")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -60,7 +75,9 @@ class DrafterConfig:
 
         Raises BadInputError for an unknown key, a value of another type than its field's, or a negative number.
         """
-        refuse_unknown_keys(values, [f.name for f in fields(cls)], where)
+        known = [f.name for f in fields(cls)]
+        values = _without_gone(values, known, where)
+        refuse_unknown_keys(values, known, where)
         hints = get_type_hints(cls)
         checked = {name: checked_value(f"{where}.{name}", value, hints[name]) for name, value in values.items()}
         for name, value in checked.items():
@@ -78,6 +95,21 @@ class DrafterConfig:
     def to_json_string(self) -> str:
         """Return the settings for the tensorboard report of `transformers`."""
         return json.dumps(self.to_dict(), indent=2)
+
+
+def _without_gone(values: dict[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
+    """Return settings without those that went, and were off; BadInputError for one that was on."""
+    gone = sorted(values.keys() & GONE.keys() - set(known))
+    for name in gone:
+        off, last_day = GONE[name]
+        if values[name] != off:
+            raise BadInputError(
+                f"{where}.{name}: {values[name]!r} is a setting that Outrider had until {last_day}, and this version "
+                f"reads it only as {off!r}, which was off. Train without it, or use an Outrider of that day."
+            )
+    if gone:
+        _log.info("%s: read without %s: settings of earlier versions, which were off.", where, ", ".join(gone))
+    return {name: value for name, value in values.items() if name not in gone}
 
 
 C = TypeVar("C", bound=DrafterConfig)
@@ -115,7 +147,8 @@ class SavedDrafter(nn.Module, Generic[C]):
         self.save_config(folder)
 
     def save_config(self, folder: Path) -> None:
-        values = {"drafter_type": self.name, **self.config.to_dict()}
+        stamp = dict(zip(_STAMP, (SCHEMA_VERSION, installed_version("outrider")), strict=True))
+        values = {"drafter_type": self.name, **stamp, **self.config.to_dict()}
         write_atomically(folder / CONFIG, json.dumps(values, indent=2) + "\n")
 
     def identity_settings(self) -> dict[str, Any]:
@@ -129,7 +162,10 @@ class SavedDrafter(nn.Module, Generic[C]):
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Read the config.json of a saved drafter."""
+    """Return the config.json of a saved drafter, without the versions that wrote it.
+
+    Raises BadInputError if there is none, or a later version wrote it under another schema.
+    """
     file = Path(path) / CONFIG
     if not file.exists():
         within = file.parent / "drafter"  # of a pair, or of a run
@@ -138,4 +174,17 @@ def read_config(path: str | Path) -> dict[str, Any]:
     check_regular(Path(path))
     values = read_json(file)
     check_config(values, str(file))
+    if not is_stamped(values):
+        return values
+    schema, version = (values.pop(name, None) for name in _STAMP)
+    if schema != SCHEMA_VERSION:
+        raise BadInputError(
+            f"{file}: schema version {schema!r}, written by Outrider {version}; this one reads {SCHEMA_VERSION}. "
+            "Upgrade Outrider."
+        )
     return values
+
+
+def is_stamped(values: dict[str, Any]) -> bool:
+    """Tell whether the values of a config.json name the versions that wrote it, as ours do from 2026-11-28 on."""
+    return "drafter_type" in values and _STAMP[0] in values

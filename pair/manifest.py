@@ -25,7 +25,9 @@ from ..targets.fingerprint import Fingerprint
 MANIFEST, RECIPE, CALIBRATION, LEARNT = "pair.json", "recipe.yaml", "calibration.jsonl", "learnt.txt"
 SIGNATURE = "pair.json.sig"
 DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
-SCHEMA_VERSION: Final = 1
+# Raised when a reader before would not understand a pair. 1 was two schemas: before 2026-11-22 an identity did not cover
+# tokenizer and adapter (2 did), and from 2026-11-23 it was what 3 is, with other config.json of drafters.
+SCHEMA_VERSION: Final = 3
 
 
 def _inside(name: str) -> str:
@@ -255,7 +257,7 @@ class Manifest(SparsePart):
 
     OPTIONAL = ("tuning", "served", "suites", "sizes", "learnt")
 
-    schema_version: Literal[1]
+    schema_version: Literal[1, 2, 3]
     name: str
     version: int
     digest: str
@@ -278,8 +280,15 @@ class Manifest(SparsePart):
 
     def identity(self) -> str:
         """Return the identity by content: equal for the same target, drafter and plan, wherever and whenever made."""
-        parts = {"target": self.target.fingerprint.restored().digest, "drafter": self.drafter.files}
-        return digest_json(parts | {"plan": self.plan.model_dump(), "kept": self.target.kept_files()})
+        return digest_json(self._identified_by() | {"kept": self.target.kept_files()})
+
+    def _identified_by(self) -> dict[str, Any]:
+        target = self.target.fingerprint.restored().digest
+        return {"target": target, "drafter": self.drafter.files, "plan": self.plan.model_dump()}
+
+    def is_of_first_schema(self) -> bool:
+        """Tell whether the identity is one of before 2026-11-22, which did not cover the target's files."""
+        return self.schema_version == 1 and self.digest == digest_json(self._identified_by())
 
     def identified(self) -> Manifest:
         """Return this manifest with its identity digest."""
@@ -376,6 +385,12 @@ def inspect_text(file: Path, text: str) -> tuple[Manifest, list[str]]:
         BadInputError: it cannot be understood at all.
     """
     manifest = _validated(file, text)
+    if manifest.is_of_first_schema():
+        raise BadInputError(
+            f"{file}: written by Outrider {manifest.outrider_version} on {manifest.created[:10]}, under the schema of "
+            "before 2026-11-22, in which a pair's identity did not cover tokenizer and adapter. Make the pair again "
+            "(`outrider pair new`), or read it with an Outrider of that day."
+        )
     alterations = []
     if manifest.computed_checksum() != manifest.checksum:
         alterations.append("its content does not match its checksum")

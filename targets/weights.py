@@ -6,7 +6,7 @@ A stranger's config may ask for sizes that no machine has: nothing is made that 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,10 +134,13 @@ def require_true_ties(model: PreTrainedModel) -> None:
             )
 
 
-def restored(make: Callable[[], M], folder: Path) -> M:
+def restored(make: Callable[[], M], folder: Path, later: Collection[str] = ()) -> M:
     """Return the module that `make` builds, filled with the weights in `folder`: equal names, shapes and kinds.
 
     It is built on the meta device first: memory is only taken for sizes that the file has.
+
+    Args:
+        later: tensors that the file of an earlier version lacks, which stay as they are built.
 
     Raises:
         BadInputError: the weights are missing or damaged.
@@ -148,7 +151,8 @@ def restored(make: Callable[[], M], folder: Path) -> M:
     stored = stored_tensors(file)
     with torch.device("meta"), no_more_than(len(stored), str(file)):
         empty = make()
-    if problems := misfits(empty.state_dict(), stored):
+    wanted = {name: tensor for name, tensor in empty.state_dict().items() if name not in later}
+    if problems := misfits(wanted, stored):
         raise IncompatibleError(f"{file} does not fit its config.json: {'; '.join(problems[:4])}.")
     module = make()
     try:
@@ -160,7 +164,7 @@ def restored(make: Callable[[], M], folder: Path) -> M:
     for name, tensor in weights.items():
         if tensor.is_floating_point() and tensor.dtype not in WEIGHT_TYPES:
             raise IncompatibleError(f"{file}: {name} is {tensor.dtype}: it is quantised. Take the weights in bfloat16.")
-    module.load_state_dict(weights)
+    module.load_state_dict(weights, strict=not later)  # all names were compared
     return module
 
 

@@ -47,7 +47,7 @@ def target(tokenizer: str = "4", **changes: Any) -> TargetRecord:
 def manifest(**changes: Any) -> Manifest:
     """A small pair.json: a chain of depth 3 that was not measured."""
     values = {
-        "schema_version": 1,
+        "schema_version": 3,
         "name": "tiny",
         "version": 1,
         "digest": "",
@@ -199,12 +199,27 @@ def test_each_kind_of_alteration_is_named_and_all_at_once(tmp_path):
             "damaged or not a pair ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte). "
             "Take a good copy of the pair.",
         ),
-        (b'{"schema_version": 2}', "schema version 2 is newer than the 1 that this Outrider reads; upgrade Outrider."),
+        (b'{"schema_version": 4}', "schema version 4 is newer than the 3 that this Outrider reads; upgrade Outrider."),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, content, message):
     (tmp_path / "pair.json").write_bytes(content)
     assert refusal(inspect_manifest, tmp_path) == f"{tmp_path / 'pair.json'}: {message}"
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_every_schema_that_has_the_same_identity_is_read(tmp_path, version):
+    manifest(schema_version=version).write(tmp_path)
+    assert inspect_manifest(tmp_path)[1] == []
+
+
+def test_a_pair_whose_identity_did_not_cover_the_targets_files_is_refused_by_its_version(tmp_path):
+    """Until 2026-11-22, under schema version 1: it is not altered."""
+    early = manifest(schema_version=1)
+    parts = {"target": early.target.fingerprint.digest, "drafter": early.drafter.files, "plan": early.plan.model_dump()}
+    early.model_copy(update={"digest": digest_json(parts)}).sealed().write(tmp_path)
+    for call in (inspect_manifest, Pair.load):
+        assert "under the schema of before 2026-11-22" in refusal(call, tmp_path)
 
 
 @pytest.mark.parametrize("version", ["2", 0, 1.5, None])

@@ -37,7 +37,7 @@ def test_pair_json_says_what_the_pair_is(make_pair, make_target, recipe, today):
     today("2031-01-01")
     pair = make_pair("ngram")
     made = pair.manifest
-    assert (made.schema_version, made.name, made.version, made.created) == (1, "tiny", 1, "2031-01-01")
+    assert (made.schema_version, made.name, made.version, made.created) == (3, "tiny", 1, "2031-01-01")
     assert made.outrider_version == version("outrider")
     assert (made.drafter.type, list(made.drafter.files)) == ("ngram", ["config.json", "model.safetensors"])
     assert made.recipe == digest_file(pair.folder / "recipe.yaml")

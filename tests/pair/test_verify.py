@@ -118,7 +118,7 @@ def test_a_forged_checksum_does_not_hide_another_drafter(pair):
         ("{", "not valid JSON"),
         ("[]", "expected an object"),
         ("{}", "Field required"),
-        ('{"schema_version": 3}', "upgrade Outrider"),
+        ('{"schema_version": 4}', "upgrade Outrider"),
         ("\udcff", "utf-8"),
     ],
 )

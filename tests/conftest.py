@@ -34,6 +34,8 @@ from outrider.decode import Sampling
 from outrider.heads import HEADS, Drafter, drafter_config
 from outrider.targets import RaggedCache, Target
 
+from .closeness import computing_in
+
 TEXT = [
     "def add(first, second):\n    return first + second\n",
     "for name in sorted(names):\n    print(name, len(name))\n",
@@ -129,6 +131,14 @@ def no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", local_only)
         yield
+
+
+@pytest.fixture(autouse=True)
+def precision(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """The floats of a test, and of the fixtures that are its own: float32, or what `closeness` has it tried in."""
+    dtype = getattr(request, "param", torch.float32)
+    with computing_in(dtype):
+        yield dtype
 
 
 @pytest.fixture

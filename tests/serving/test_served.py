@@ -49,6 +49,7 @@ from outrider.serving.reference_run import (
 from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 
+from ..closeness import assert_same
 from ..forked import Forked
 from .conftest import Server, answer
 from .small_engine import TOKENS
@@ -184,7 +185,7 @@ def test_the_target_says_how_sure_it_is_and_how_probable_texts_are(tiny_target):
     (text,) = Decoder(tiny_target).generate([prompt], 4, plan=Plan(depth=0), ignore_eos=True).tokens
     logits = tiny_target.forward(torch.tensor([prompt + text])).logits[0]
     first, second = logits[4].topk(2).values.tolist()
-    assert margin_at(tiny_target, prompt, text, 2) == pytest.approx(first - second, abs=1e-5)
+    assert_same(margin_at(tiny_target, prompt, text, 2), first - second, scale=abs(first))
 
     def far(temperature: float) -> float:
         """Return how many standard deviations draws at a temperature are off."""

@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from outrider.common import BadInputError
+from outrider.common.plugins import plugin
 from outrider.common.server_process import python_of
 from outrider.common.signals import stoppable
 from outrider.decode import Decoder, Plan, Round, Sampling
@@ -23,7 +24,6 @@ from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import make_suite
 from outrider.heads import DFlash, DFlashConfig, Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, NgramConfig
 from outrider.heads.base import TargetBatch
-from outrider.lab.planted_faults import BLOCK_HYPOTHESES, HYPOTHESES
 from outrider.pair import Pair, export_pair, new_pair, verify
 from outrider.recipes import Recipe
 from outrider.scripts.cli import app
@@ -53,6 +53,9 @@ from ..closeness import assert_same
 from ..forked import Forked
 from .conftest import Server, answer
 from .small_engine import TOKENS
+
+# The lab's, which may be missing.
+HYPOTHESES, BLOCK_HYPOTHESES = (plugin("mistakes", name) or {} for name in ("eagle3", "dflash"))
 
 TEXTS = ["def add(first, second):", "for name in sorted(names):\n", "The target verifies", "class Stack:\n    def"]
 TRIAL = Trial(temperatures=(0.0,), depth=3, max_new_tokens=24)

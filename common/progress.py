@@ -45,6 +45,12 @@ def progress(
         yield lambda count, note: bar.update(task, advance=count, note=note)
 
 
+def announce(console: Console | None, text: str) -> None:
+    """Say what long work will do, before it begins, where there is a console."""
+    if console is not None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @dataclass(eq=False)
 class _Task:
     """Work that is being done: `done` of `total` parts, 0 where nobody counts them."""
@@ -64,11 +70,12 @@ class _Task:
         parts = [f"{self.done:,} of {self.total:,}"] if self.total else []
         parts += [self.note] if self.note else []
         left = (self.total - self.done) * seconds / self.new if self.new else 0.0
-        parts.append(f"about {_duration(left)} left" if left > 0 else f"{_duration(seconds)} so far")
+        parts.append(f"about {duration(left)} left" if left > 0 else f"{duration(seconds)} so far")
         return f"{self.description}: {', '.join(parts)}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a time in words, such as `90 s` or `25 min`."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ..common import BadInputError
 from ..common.digests import digest_json
 from ..common.machine import clock, device_name, energy_meter
-from ..common.progress import progress
+from ..common.progress import announce, duration, progress
 from ..common.runtime import versions
 from ..common.values import printable_command
 from ..costs.counting import pass_bytes
@@ -128,6 +129,8 @@ def measure(
         racers = [MeteredRacer(racer, meter) for racer in racers]
     temperatures = list(dict.fromkeys(settings.temperatures))
     with threads(settings.threads):
+        if console is not None:
+            announce(console, _announcement(racers, jobs, settings, until))
         total = len(jobs) if any(job.prompt.later for job in jobs) else 0
         with progress(console if total else None, "answering first turns", total, transient=True) as advance:
             lengths = settings.max_new_tokens, settings.max_prompt_tokens
@@ -154,6 +157,31 @@ def measure(
         groups=summarise_groups(records, baselines, settings.seed),
         batches=batches,
         records=records,
+    )
+
+
+def _announcement(
+    racers: Sequence[Racer[PromptJob, TimedCompletion]],
+    jobs: Sequence[PromptJob],
+    settings: EvalSpec,
+    until: float | None,
+) -> str:
+    """Return what will be measured, and for about how long: by one answer, of the last of our contestants."""
+    temperatures = list(dict.fromkeys(settings.temperatures))
+    turns = sum(1 + len(job.prompt.later) for job in jobs)
+    asked = f"{len(jobs)} prompts" + (f" of {turns} turns" if turns > len(jobs) else "")
+    by = f"{', '.join(racer.name for racer in racers)}, at temperature {' and '.join(f'{t:g}' for t in temperatures)}"
+    if until is not None:
+        left = duration(max(0.0, until - time.perf_counter()))
+        return f"measuring for about {left} a temperature: as many of {asked} as fit, with {by}"
+    answers = turns * len(racers) * len(temperatures) * settings.repeats
+    usual = sorted(jobs, key=lambda job: job.length)[len(jobs) // 2]
+    pace = next(r for r in reversed(racers) if r.name != GENERATE)(usual, temperatures[0]).seconds["total"]
+    times = "once" if settings.repeats == 1 else f"{settings.repeats} times"
+    took = duration(pace * (answers + turns - len(jobs)))
+    return (
+        f"measuring {asked} with {by}, {times}: {answers:,} answers of at most {settings.max_new_tokens} tokens, about "
+        f"{took} by the first answer (eval.limit takes fewer prompts of each suite)"
     )
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
-from ..common.progress import progress
+from ..common.progress import announce, progress
 from ..common.safe_load import read_json_lines
 from ..common.values import ForeignModel
 from ..decode import Decoder, Plan, Round
@@ -101,17 +101,23 @@ def calibrate(
         range(len(prompts)), key=lambda place: len(prompts[place].tokens)
     )  # a batch is as wide as its longest
     measured: dict[int, PromptMeasure] = {}
-    with progress(console, "calibration prompts", len(prompts), transient=True) as advance:
+    announce(console, f"the probes' figures: {len(prompts)} prompts, answered with {room} tokens at most")
+    with progress(console, "tokens of calibration", len(prompts) * room, transient=True) as advance:
+
+        def count(_: list[int]) -> bool:
+            advance(1, "")
+            return False
+
         for start in range(0, len(prompts), _AT_ONCE):
             places = order[start : start + _AT_ONCE]
             tokens = [prompts[place].tokens for place in places]
-            output = decoder.generate(tokens, room, sampling, plan, sequence_ids=places)
+            output = decoder.generate(tokens, room, sampling, plan, sequence_ids=places, stop=count)
             for place, response, rounds in zip(places, output.tokens, output.rounds, strict=True):
                 prompt = prompts[place]
                 figures = _analytic(target, drafter, prompt.tokens, response) if drafter.trainable else _counted(rounds)
                 counts = {"accepted": sum(r.emitted - 1 for r in rounds), "rounds": len(rounds)}
                 measured[place] = PromptMeasure(id=prompt.id, suite=prompt.suite, **counts, **figures)
-            advance(len(places), "")
+            advance(len(places) * room - sum(map(len, output.tokens)), "")  # answers that ended early
     return [measured[place] for place in range(len(prompts))]
 
 

@@ -25,13 +25,15 @@ from ..eval.measure import contestants, measure
 from ..eval.reports.render import write_report
 from ..eval.suites import Suite, suites_of
 from ..heads import HEADS, Drafter, LowRank, load_drafter
-from ..recipes import Recipe
+from ..recipes import EvalSpec, Recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_files, digest_json
 from ..train import train
 from ..train.provenance import keep_target
 from ..train.stopping import Until
-from .calibration import rendered
+from .calibration import NUM_PROMPTS, rendered
+from .comparison import newest_report
+from .manifest import REPORTS
 from .new import new_pair
 from .pair import Pair
 
@@ -85,13 +87,15 @@ def refresh(
     folder = Path(out).expanduser()
     require_place(folder, REFRESH, what="the refresh")
     pair.drafter_for(target)
-    recipe = refresh_recipe(pair, target, folder, overrides)
+    recipe, how = refresh_recipe(pair, target, folder, overrides), how or How()
+    settings = _measured_as(pair, recipe.eval, overrides, how)
     learnt, data = pair.learnt(), f"the training data of the pair {pair.name!r}"
-    suites = suites_of(target, recipe.eval, recipe.template, learnt, data, recipe.data.allow_leaks)
+    suites = suites_of(target, settings, recipe.template, learnt, data, recipe.data.allow_leaks)
     with locked(folder):
-        drafter_folder = _trained(pair, recipe, target, console, how or How())
+        drafter_folder = _trained(pair, recipe, target, console, how)
         drafter = load_drafter(drafter_folder, target)
-        report_folder = _measured(recipe, suites, target, drafter, drafter_folder, generate_baseline, console)
+        place = recipe.output_folder / "reports"
+        report_folder = _measured(place, settings, suites, target, drafter, drafter_folder, generate_baseline, console)
         prompts = _calibration(pair, target, recipe.template)
         return new_pair(folder / "pair", target, drafter_folder, recipe, report_folder, pair, prompts, console)
 
@@ -146,8 +150,27 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
     return train(recipe, target, drafter, console=console, seconds=how.seconds, until=how.until).drafter_folder
 
 
+def _measured_as(pair: Pair, settings: EvalSpec, overrides: Sequence[str], how: How) -> EvalSpec:
+    """Return how a refresh is measured: as its parent was, so that the two can be compared; overrides win.
+
+    A training for a time whose parent has no report is measured on as many prompts as a calibration has.
+    """
+    if any((pair.folder / REPORTS).glob("*/report.json")):
+        then = newest_report(pair).conditions
+        longest = max(suite.num_prompts + suite.left_out for suite in then.suites)
+        found: dict[str, Any] = {name: getattr(then, name) for name in ("repeats", "max_new_tokens")}
+        found |= {"limit": longest}
+        found |= {} if settings.sampling == "served" else {"temperatures": then.temperatures}
+    else:
+        few = how.seconds is not None and settings.limit is None
+        found = {"limit": ceil(NUM_PROMPTS / len(settings.suites))} if few else {}
+    asked = {override.partition("=")[0].strip() for override in overrides}
+    return settings.model_copy(update={k: v for k, v in found.items() if not {"eval", f"eval.{k}"} & asked})
+
+
 def _measured(
-    recipe: Recipe,
+    place: Path,
+    settings: EvalSpec,
     suites: Sequence[Suite],
     target: Target,
     drafter: Drafter,
@@ -157,10 +180,10 @@ def _measured(
 ) -> Path:
     """Measure the drafter beside the recipe's baselines; a finished measurement of the same thing is used again."""
     digests = [s.digest for s in suites]
-    subject = [target.fingerprint().digest, digest_files(drafter_folder), recipe.eval.model_dump(), digests]
-    folder = recipe.output_folder / "reports" / digest_json(subject)[:12]
+    subject = [target.fingerprint().digest, digest_files(drafter_folder), settings.model_dump(), digests]
+    folder = place / digest_json(subject)[:12]
     if not (folder / "report.json").exists():
-        report = measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, generate, console)
+        report = measure(target, contestants(target, drafter, settings), suites, settings, generate, console)
         write_report(report, folder)
     return folder
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 
 from outrider.common import BadInputError
@@ -126,18 +128,21 @@ def test_prompts_are_measured_some_at_a_time_with_the_same_figures(
 
     @contextmanager
     def noted(console: object, description: str, total: int, **_: bool) -> Iterator[Callable[[int, str], None]]:
-        assert (description, total) == ("calibration prompts", 5)
+        assert (description, total) == ("tokens of calibration", 5 * under.max_new_tokens)
         yield lambda count, note: steps.append(count)
 
     monkeypatch.setattr(calibration, "progress", noted)
     target = make_target()
     drafter, under = make_drafter("ngram", target), settings(measured_at(recipe, temperatures=[1.0]))
-    at_once = calibrate(target, drafter, prompts[:5], under, Plan(3))
-    assert steps == [5]
+    out = io.StringIO()
+    at_once = calibrate(target, drafter, prompts[:5], under, Plan(3), Console(file=out))
+    assert f"5 prompts, answered with {under.max_new_tokens} tokens at most" in " ".join(out.getvalue().split())
+    assert sum(steps) == 5 * under.max_new_tokens
+    assert len(steps) > under.max_new_tokens, "it goes on while the batch is written"
     steps.clear()
     monkeypatch.setattr(calibration, "_AT_ONCE", 2)
     assert calibrate(target, drafter, prompts[:5], under, Plan(3)) == at_once
-    assert steps == [2, 2, 1]
+    assert sum(steps) == 5 * under.max_new_tokens
 
 
 def test_nothing_to_measure_on_is_refused(make_target, make_drafter, recipe):

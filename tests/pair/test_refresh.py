@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file
 
 from outrider.common import BadInputError, IncompatibleError
+from outrider.eval.measure import contestants, measure
+from outrider.eval.reports.render import write_report
 from outrider.eval.suites import load_suites
-from outrider.pair import Pair, probe, verify
-from outrider.pair.refresh import How, refresh, refresh_recipe
+from outrider.heads import load_drafter
+from outrider.pair import Pair, gate_pairs, new_pair, probe, verify
+from outrider.pair.comparison import newest_report
+from outrider.pair.refresh import How, _measured_as, refresh, refresh_recipe
 from outrider.recipes import Recipe
 from outrider.train.stopping import Until
 
@@ -56,6 +62,39 @@ def test_a_refresh_writes_version_two_with_its_parent(trained, make_target, tmp_
     written = (second.folder / "pair.json").stat().st_mtime_ns
     assert refresh(first, changed, tmp_path / "refreshed").manifest == second.manifest
     assert (second.folder / "pair.json").stat().st_mtime_ns == written
+
+
+def said(out: io.StringIO) -> str:
+    return " ".join(out.getvalue().split())
+
+
+def test_a_refresh_measures_as_its_parent_was_measured_and_says_it_before(trained, make_target, tmp_path):
+    """Its recipe would take two prompts at two temperatures; the parent's report has three, at one of them."""
+    first, target, out = trained("ngram"), make_target(), io.StringIO()
+    settings = first.recipe().eval.model_copy(update={"limit": 3, "temperatures": [0.0], "repeats": 1})
+    suites = load_suites(settings.suites, target.require_tokenizer(), 3)
+    drafter = load_drafter(first.drafter_folder, target)
+    report = measure(target, contestants(target, drafter, settings), suites, settings, generate_baseline=False)
+    write_report(report, tmp_path / "first")
+    first = new_pair(first.folder, target, drafter, first.recipe(), tmp_path / "first")
+    second = refresh(first, make_target(noise=0.03), tmp_path / "refreshed", console=Console(file=out))
+    [suite] = newest_report(second).conditions.suites
+    assert (suite.num_prompts, newest_report(second).conditions.temperatures) == (3, [0.0])
+    assert "measuring 3 prompts with ngram, plain, transformers.generate, at temperature 0, once: 9 answers" in said(
+        out
+    )
+    assert gate_pairs(second, first).lines
+    asked = refresh(first, make_target(noise=0.05), tmp_path / "asked", ["eval.limit=1", "eval.repeats=2"])
+    [suite] = newest_report(asked).conditions.suites
+    assert (suite.num_prompts, newest_report(asked).conditions.repeats) == (1, 2)
+
+
+def test_a_refresh_for_a_time_without_a_report_before_measures_no_more_than_a_calibration(trained, monkeypatch):
+    pair, few = trained(), How(seconds=60)
+    whole = pair.recipe().eval.model_copy(update={"limit": None, "suites": ["code", "docs", "prose"]})
+    assert _measured_as(pair, whole, [], few).limit == 11, "32 prompts of three suites"
+    assert _measured_as(pair, whole, ["eval.limit=null"], few).limit is None
+    assert _measured_as(pair, whole, [], How()).limit is None
 
 
 def test_a_drafter_without_weights_is_measured_again(trained, make_target, tmp_path):

@@ -132,6 +132,6 @@ for file in "$out"/*.failed "$out"/*.log; do
     name=$(basename "${file%.*}")
     case $file in
         *.failed) echo "**$name** failed: $(paste -sd ' ' "$file")" ;;
-        *) grep -q '^|' "$file" && printf '\n## %s\n\n%s\n' "$name" "$(grep -E '^(\||$)' "$file" | cat -s)" ;;
+        *) grep -q '^|' "$file" && printf '\n## %s\n\n%s\n' "$name" "$(grep -E '^(\||$)' "$file" | cat -s | sed '/./,$!d')" ;;
     esac
 done | tee "$out/summary.md"

@@ -106,7 +106,7 @@ class DraftModel(Drafter[DraftModelConfig]):
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         if target is not None:
             _check_tokenizer(str(folder), target)
-        model = load_causal_lm(str(folder), dtype="auto", strict=True).eval()
+        model = load_causal_lm(str(folder), dtype="auto", strict=True).eval().requires_grad_(True)
         return cls(model if target is None else _cut(model, target))
 
     def save(self, path: str | Path) -> None:

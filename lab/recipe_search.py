@@ -46,8 +46,8 @@ from ..recipes import Recipe, override
 from ..targets import Target
 from ..train.arguments import check_training
 from ..train.check import check
-from ..train.compare import Comparison, check_comparison, placed
-from ..train.drafter_init import FREE, check_makes
+from ..train.compare import Comparison, check_comparison, check_trains, placed
+from ..train.drafter_init import FREE
 
 SCORES = "search.json"
 REDUCTION = 3  # of the candidates one in so many goes on, for so many times as long
@@ -316,7 +316,7 @@ def _problem(recipe: Recipe, place: Path, seconds: float, target: Target) -> str
     """Return why a recipe cannot be trained for the target: a draft vocabulary may be too large, say. "" if it can."""
     try:
         check(recipe.model_copy(update={"output": str(place / recipe.name)}), seconds=seconds)
-        check_makes(recipe, target)
+        check_trains(recipe, target)
     except (OutriderError, torch.OutOfMemoryError) as error:
         return str(error)
     return ""

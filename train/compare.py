@@ -31,8 +31,9 @@ from ..eval.suites import Suite, suites_of
 from ..heads import Drafter, load_drafter
 from ..recipes import Recipe
 from ..targets import Target
+from .arguments import training_arguments
 from .callbacks import held_out_taus
-from .check import check
+from .check import check, check_by_configs, check_recomputes
 from .drafter_init import check_makes
 from .provenance import PROVENANCE, check_same_run, keep_target, read_provenance, require_result
 from .run import train
@@ -119,12 +120,15 @@ class Comparison:
         moved = [placed(recipe, place) for recipe in recipes]
         finished = [recipe for recipe in moved if _finished(recipe, seconds)]
         first, is_given = moved[0], target is not None
+        for recipe in moved:
+            if target is None and recipe not in finished:
+                check_by_configs(recipe, training_arguments(recipe))
         target = target or Target.load(**first.target.to_load())
         for recipe in moved:
             if recipe in finished:
                 keep_target(recipe, target, goes_on=True)
             else:
-                check_makes(recipe, target)
+                check_trains(recipe, target)
         learnt, about = learnt_questions(data_folder(first)), f"the responses in {data_folder(first)}"
         suites = suites_of(target, first.eval, first.template, learnt, about, first.data.allow_leaks)
         baselines = [baseline(name, target) for name in first.eval.baselines]
@@ -155,6 +159,11 @@ class Comparison:
         report.contestants = [c.model_copy(update={"training": trained.get(c.name)}) for c in report.contestants]
         write_report(report, self.place / "report")
         return report
+
+
+def check_trains(recipe: Recipe, target: Target) -> None:
+    """Refuse a drafter that its training would refuse, before another one is trained."""
+    check_recomputes(check_makes(recipe, target), training_arguments(recipe))
 
 
 def placed(recipe: Recipe, place: Path) -> Recipe:

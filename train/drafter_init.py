@@ -131,11 +131,17 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
     """Return a recipe's drafter, checked against its target; refuse what a library does, and one without weights."""
     try:
         drafter = make_drafter(recipe.drafter, target, token_counts)
-        drafter.check(target)
+        check_made(recipe, drafter, target)
     except (OutriderError, torch.OutOfMemoryError):
         raise
     except LIBRARY_ERRORS as error:
         raise BadInputError(f"drafter: such a one cannot be made for this target ({reason(error)}).") from error
+    return drafter
+
+
+def check_made(recipe: Recipe, drafter: Drafter, target: Target) -> None:
+    """Refuse a drafter that cannot draft for the target, or has nothing to train: with its contents or without."""
+    drafter.check(target)
     learns_alone = recipe.joint is None or recipe.joint.heads_first > 0
     if learns_alone and not any(p.requires_grad for p in drafter.parameters()):
         way_out = " Set joint.heads_first to 0, and the target learns from the first step on." if recipe.joint else ""
@@ -143,7 +149,6 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
             f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to train."
             f"{way_out}"
         )
-    return drafter
 
 
 def check_makes(recipe: Recipe, target: Target) -> Drafter:

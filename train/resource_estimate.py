@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -35,7 +35,7 @@ from . import muon
 from .arguments import packing_of, training_arguments
 from .checkpoints import last_complete, require_own_state, state_of, step_of
 from .data import FIRST_LEARNED
-from .drafter_init import check_abilities, check_drafter, make_drafter
+from .drafter_init import check_abilities, check_drafter, check_made, make_drafter
 from .forecast import Forecast
 
 _SAMPLE = 1000  # prompts whose lengths stand for those of all
@@ -71,7 +71,6 @@ def plan(
     target = sketch_target(recipe)
     work = workload(recipe, rows)
     drafter = sketch_drafter(recipe, target)
-    target.check_taps(drafter.taps)
     packing = packing_of(recipe.training)
     pack = 0 if packing is None else packing.max_length or work.longest
     make = partial(_optimizer, drafter, args)
@@ -131,13 +130,13 @@ def _here(needs: Needs, recipe: Recipe, measured: bool) -> Needs:
 
 
 def sketch_target(recipe: Recipe) -> Target:
-    """Return the recipe's target without contents."""
+    """Return the recipe's target without contents, with its tokenizer if that is there: it decides what fits."""
     spec = recipe.target
-    return Target(meta_causal_lm(spec.path, spec.dtype, spec.revision, spec.trust_remote_code))
+    return Target(meta_causal_lm(spec.path, spec.dtype, spec.revision, spec.trust_remote_code), _tokenizer(recipe))
 
 
 def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
-    """Return the recipe's drafter without contents, in fp32 as it is trained.
+    """Return the recipe's drafter without contents, in fp32 as it is trained, checked as it will be with them.
 
     A drafter whose first weights are computed from the target's has the shapes of a random one, where it can be that.
     """
@@ -145,7 +144,7 @@ def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
     try:
         with torch.device("meta"):
             counts = torch.zeros(target.vocab_size, dtype=torch.long, device="cpu")
-            return make_drafter(values, target, lambda: counts).to("meta")
+            drafter = make_drafter(values, target, lambda: counts).to("meta")
     except OutriderError:
         raise
     except LIBRARY_ERRORS as error:
@@ -154,6 +153,10 @@ def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
         raise UnknownShapesError(
             f"a {values.get('type')} drafter of these settings cannot be planned from configs alone: {reason(error)}"
         ) from error
+    target.check_taps(drafter.taps)
+    if target.tokenizer is not None:
+        check_made(recipe, drafter, target)
+    return drafter
 
 
 def _arguments(recipe: Recipe) -> TrainingArguments:
@@ -205,7 +208,7 @@ def _of_prompts(recipe: Recipe) -> Workload:
 
     Without a tokenizer beside the target's config a token is assumed to have `_BYTES` bytes.
     """
-    spec, tokenizer = recipe.data, _tokenizer(recipe)
+    spec, tokenizer = recipe.data, cast(Any, _tokenizer(recipe) or _BytesOnly())
     how = f"; no tokenizer is there: {_BYTES} bytes are taken for a token" if isinstance(tokenizer, _BytesOnly) else ""
     given = spec.answers == "given"
     place = recipe.target
@@ -241,12 +244,12 @@ def _of_prompts(recipe: Recipe) -> Workload:
 
 
 def _tokenizer(recipe: Recipe) -> Any:
-    """Return the tokenizer beside the target's config, else what counts bytes."""
+    """Return the tokenizer beside the target's config; None if there is none, or it needs code of its own."""
     spec = recipe.target
     try:
-        return load_tokenizer(model_folder(target_path(spec.path), spec.revision, weights=False)) or _BytesOnly()
-    except BadInputError:  # it needs code of its own, for example
-        return _BytesOnly()
+        return load_tokenizer(model_folder(target_path(spec.path), spec.revision, weights=False))
+    except BadInputError:
+        return None
 
 
 def _length(tokenizer: Any, turn: Sequence[Message]) -> int:

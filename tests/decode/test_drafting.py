@@ -22,6 +22,7 @@ from outrider.decode.sampling import DRAFT, Context, Keys, Processors, draw, gum
 from outrider.heads import DraftModel, Proposal
 from outrider.targets import Target
 
+from ..closeness import assert_same
 from .conftest import random_prompts
 
 VOCAB = 64
@@ -64,7 +65,7 @@ def test_a_draft_of_a_chain_is_drawn_from_the_law_that_it_is_scored_with(samplin
     assert float((drawn - scored).abs().max()) <= 1 / CELLS
     assert not pruned or scored[[0, 3]].tolist() == [0, 0]
     whole = torch.full((6,), float("-inf")).index_copy(0, torch.arange(6) if ids is None else ids, logits.float())
-    torch.testing.assert_close(scored, probabilities(whole, sampling).double())
+    assert_same(scored, probabilities(whole, sampling), 6)
 
 
 def test_drawing_in_bf16_is_caught(monkeypatch):
@@ -84,7 +85,7 @@ def test_children_in_a_tree_are_drawn_from_the_law_that_they_are_scored_with(sam
     nodes = torch.tensor([[3, 5]])
     tokens, scores, probs, _ = sampler("traversal", sampling, 4000).children(logits, None, 4, 2, nodes, None)
     assert probs is not None
-    torch.testing.assert_close(probs, probabilities(logits.float(), sampling))
+    assert_same(probs, probabilities(logits.float(), sampling), 6)
     noise = gumbel(sampling.seed, DRAFT, 6, torch.arange(4000)[:, None], torch.full((4000, 1), 7), nodes)
     assert torch.equal(tokens, (probs.double().log() + noise).topk(4).indices)
     assert torch.equal(scores.exp() > 0, probs.gather(2, tokens) > 0)

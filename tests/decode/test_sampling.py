@@ -30,11 +30,14 @@ from outrider.decode.sampling import (
     uniforms,
 )
 
+from ..closeness import assert_same, both_precisions
 from .conftest import library_steps
 
+STEPS = 4  # by which a probability is made of a logit: divided, taken from, exponentiated, and divided by a sum
 NEVER = 1e-6  # p-values below this do not happen by chance in a lifetime of this suite
 
 
+@both_precisions
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p", "penalty"),
     list(product([1.0, 0.7], [None, 5, 40], [None, 0.8], [None, 0.2], [1.0, 1.3])),
@@ -46,9 +49,10 @@ def test_filters_equal_the_librarys(temperature, top_k, top_p, min_p, penalty):
     present = torch.zeros(50, 20, dtype=torch.bool).scatter(1, tokens, True)
     ours = probabilities(penalize(logits, present, sampling), sampling)
     expected = library_steps(sampling)(tokens, logits).softmax(-1)
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
+    assert_same(ours, expected, VOCAB * STEPS)
 
 
+@both_precisions
 def test_filters_and_draws_take_any_number_of_dimensions():
     """A single law `[V]` and the laws at each place of each row `[B, Q, V]` agree."""
     sampling = Sampling(0.7, top_k=4, top_p=0.9, min_p=0.1)
@@ -58,7 +62,7 @@ def test_filters_and_draws_take_any_number_of_dimensions():
     tokens, best = draw(probs, uniform), highest(logits).token
     assert tokens.shape == best.shape == (3, 4)
     for row, place in product(range(3), range(4)):
-        torch.testing.assert_close(probs[row, place], probabilities(logits[row, place], sampling))
+        assert_same(probs[row, place], probabilities(logits[row, place], sampling), 6 * STEPS)
         assert int(tokens[row, place]) == int(draw(probs[row, place], uniform[row, place]))
         assert int(best[row, place]) == int(logits[row, place].argmax())
 
@@ -79,7 +83,7 @@ def test_the_penalty_is_computed_in_fp32():
     logits = torch.tensor([[2.0, 1.546875]]).bfloat16()
     ours = penalize(logits, torch.tensor([[True, False]]), Sampling(repetition_penalty=1.3))
     assert ours.dtype == torch.float32
-    assert ours[0, 0].item() == pytest.approx(2 / 1.3)
+    assert_same(ours[0, 0], 2 / 1.3, 1)
 
 
 def test_a_filter_wider_than_the_vocabulary_changes_nothing():
@@ -88,6 +92,7 @@ def test_a_filter_wider_than_the_vocabulary_changes_nothing():
         assert torch.equal(probabilities(logits, sampling), logits.softmax(-1))
 
 
+@both_precisions
 def test_filters_keep_a_pruned_draft_vocabulary_pruned():
     """Logits of −inf stay at probability 0, also where top_k exceeds what is left."""
     logits = torch.tensor([[1.0, float("-inf"), 0.5, float("-inf"), 0.0]])
@@ -95,7 +100,7 @@ def test_filters_keep_a_pruned_draft_vocabulary_pruned():
     for sampling in (Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.99), Sampling(1.0, min_p=0.01), every):
         probs = probabilities(penalize(logits, present, sampling), sampling)
         assert probs[0, [1, 3]].tolist() == [0, 0]
-        assert float(probs.sum()) == pytest.approx(1)
+        assert_same(probs.sum(), 1.0, 5 * STEPS)
 
 
 def test_a_single_token_that_is_left_has_all_the_mass():
@@ -181,6 +186,7 @@ def library_processed(text: list[int], prompt_length: int, logits: torch.Tensor,
     return library_steps(sampling, prompt_length + 1, EOS)(torch.tensor([text]), logits[None])[0, :-1]
 
 
+@both_precisions
 @pytest.mark.parametrize("name", PROCESSED)
 def test_processors_equal_the_librarys_at_every_node_of_a_tree(name):
     """The context of a node is the prompt, its ancestors and itself, not its siblings; after 200 prompts."""
@@ -201,7 +207,7 @@ def test_processors_equal_the_librarys_at_every_node_of_a_tree(name):
         for place, way in enumerate(ways):
             text = prompt + [int(drafts[row, node]) for node in way]
             expected = library_processed(text, len(prompt), logits[row, place], sampling)
-            torch.testing.assert_close(ours[row, place], expected)
+            assert_same(ours[row, place], expected, STEPS)
 
 
 def test_a_context_that_grows_token_by_token_is_the_one_that_grows_at_once():
@@ -377,11 +383,9 @@ def test_gumbel_noise_is_that_of_the_uniforms_of_each_token():
         [-math.log(-math.log(uniform_by_hand(5, COUPLED, s, p, token))) for token in range(6)]
         for s, p in zip(sequences.tolist(), positions.tolist(), strict=True)
     ]
-    torch.testing.assert_close(shared_gumbel(5, sequences, positions, 6), torch.tensor(expected, dtype=torch.float64))
-    torch.testing.assert_close(gumbel(5, COUPLED, 6, sequences, positions), torch.tensor(expected, dtype=torch.float64))
-    assert float(gumbel(5, DRAFT, 6, sequences)[1, 2]) == pytest.approx(
-        -math.log(-math.log(uniform_by_hand(5, DRAFT, 4, 2)))
-    )
+    assert_same(shared_gumbel(5, sequences, positions, 6), torch.tensor(expected, dtype=torch.float64))
+    assert_same(gumbel(5, COUPLED, 6, sequences, positions), torch.tensor(expected, dtype=torch.float64))
+    assert_same(gumbel(5, DRAFT, 6, sequences)[1, 2], -math.log(-math.log(uniform_by_hand(5, DRAFT, 4, 2))))
 
 
 def sample(stream: int = DRAFT, seed: int = 0, rows: int = 200, columns: int = 500) -> torch.Tensor:

@@ -243,7 +243,7 @@ def spoiled(change: Callable[[list[int]], list[int]]) -> Callable[[dict[str, Any
         (lambda ids: ids[:3], "other_tokens"),
         ("echo", "repeated_prompt"),
     ],
-    ids=str,
+    ids=["much longer", "ids after its end", "its end twice", "a foreign id", "cut ids", "its prompt"],
 )
 def test_an_answer_that_is_none_to_what_was_asked_is_left_out(
     change: Any, reason: str, tmp_path: Path, start_scripted: Start

@@ -43,6 +43,7 @@ from outrider.targets import Target, config_only
 from outrider.targets.config_only import target_without_layers
 from outrider.train import train
 
+from ..closeness import assert_same
 from ..conftest import make_llama
 from ..train.conftest import losses, write_data
 from .conftest import Server
@@ -175,7 +176,7 @@ def test_a_store_of_an_engine_is_that_of_the_loaded_target(lab: Lab, taps: tuple
     made = lab.build(taps=taps)
     for index in range(len(LENGTHS)):
         for ours, theirs in zip(own.batch([index]), made.batch([index]), strict=True):
-            torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+            assert_same(theirs, ours)
     assert not list(lab.server.folder.iterdir())
     asked = lab.server.requests
     lab.build(taps=taps)  # it is found again, and no engine is asked

@@ -24,10 +24,19 @@ from torch import distributed
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.distill import FeatureStore
-from outrider.distill.features import LEAST_BYTES, MOST_BYTES, FeatureStoreBuilder, precision_of, shard_size
+from outrider.distill.features import (
+    LEAST_BYTES,
+    MOST_BYTES,
+    PRECISIONS,
+    FeatureStoreBuilder,
+    Precision,
+    precision_of,
+    shard_size,
+)
 from outrider.distill.process_group import launch_group
 from outrider.targets import Target
 
+from ..closeness import assert_same, both_precisions
 from .conftest import killed
 
 LENGTHS = [5, 12, 3, 9, 12, 1, 7]
@@ -59,8 +68,12 @@ def target(tiny_llama: Callable[..., Any]) -> Target:
 
 
 @pytest.fixture
-def build(tmp_path: Path, target: Target, dataset: Dataset) -> Build:
+def build(
+    tmp_path: Path, target: Target, dataset: Dataset, precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> Build:
     """`build(taps, dtype, **changes)`: a store, of this target and data set if `changes` do not say otherwise."""
+    if precision == torch.float64:
+        monkeypatch.setitem(PRECISIONS, "float64", Precision("float64", precision))
 
     def made(taps: Any = TAPS, dtype: Any = "auto", **changes: Any) -> FeatureStore:
         given = {"folder": tmp_path, "target": target, "dataset": dataset} | changes
@@ -84,6 +97,7 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) ->
     return passes
 
 
+@both_precisions
 def test_a_batch_is_what_the_target_computes_padded_with_zeros(
     build: Build, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,8 +110,8 @@ def test_a_batch_is_what_the_target_computes_padded_with_zeros(
     assert (hidden.shape, last.shape) == ((3, 15, 3, 32), (3, 15, 32))
     for row, i in enumerate(indices):
         expected = target.forward(torch.tensor([dataset[i]["input_ids"]]), taps=TAPS, logits=False)
-        torch.testing.assert_close(hidden[row, : LENGTHS[i]], expected.hidden[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(last[row, : LENGTHS[i]], expected.last[0], rtol=1e-5, atol=1e-5)
+        assert_same(hidden[row, : LENGTHS[i]], expected.hidden[0])
+        assert_same(last[row, : LENGTHS[i]], expected.last[0])
         assert not hidden[row, LENGTHS[i] :].any()
         assert not last[row, LENGTHS[i] :].any()
 
@@ -108,11 +122,12 @@ def test_the_length_is_the_longest_rows_or_cuts(build: Build) -> None:
     assert torch.equal(store.batch([2, 3], 4)[1], store.batch([2, 3])[1][:, :4])
 
 
+@both_precisions
 def test_without_taps_only_the_last_state_is_stored(build: Build) -> None:
     store = build(())
     assert store.batch([0, 1])[0] is None
     with_taps = build()
-    torch.testing.assert_close(store.batch([0, 1])[1], with_taps.batch([0, 1])[1])
+    assert_same(store.batch([0, 1])[1], with_taps.batch([0, 1])[1])
     assert store.num_bytes < with_taps.num_bytes / 3
 
 
@@ -124,14 +139,15 @@ def test_states_are_rounded_to_the_dtype_that_was_asked_for(build: Build, dtype:
     assert half.num_bytes < 0.6 * full.num_bytes
 
 
-def test_shards_hold_whole_sequences_of_about_the_size_asked_for(build: Build) -> None:
+@both_precisions
+def test_shards_hold_whole_sequences_of_about_the_size_asked_for(build: Build, precision: torch.dtype) -> None:
     """20 tokens to a shard: 5+12+3 | 9 | 12+1+7."""
-    store = build(shard_bytes=SMALL)
+    store = build(shard_bytes=SMALL * precision.itemsize // 4)
     assert len(list(store.folder.glob("*.safetensors"))) == 3
     one_each = build(shard_bytes=1)
     assert len(list(one_each.folder.glob("*.safetensors"))) == len(LENGTHS)
     for i in range(len(LENGTHS)):
-        torch.testing.assert_close(one_each.batch([i])[1], store.batch([i])[1], rtol=1e-5, atol=1e-5)
+        assert_same(one_each.batch([i])[1], store.batch([i])[1])
 
 
 def test_a_finished_store_is_reused(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +365,7 @@ def test_two_processes_write_a_damaged_shard_again_and_leave_the_others_alone(
     assert {name for name in before if before[name] != after[name]} == {shard.name}
 
 
+@both_precisions
 def test_the_last_state_is_stored_once(build: Build, target: Target, longer: Dataset) -> None:
     """Tap 6 of six layers is the last state: a batch has it, and the disk does not have it twice."""
     store = build((6, 2), dataset=longer)
@@ -357,7 +374,7 @@ def test_the_last_state_is_stored_once(build: Build, target: Target, longer: Dat
     assert torch.equal(hidden[:, :, 0], last)
     for row, i in enumerate((3, 7)):
         live = target.forward(torch.tensor([longer[i]["input_ids"]]), taps=(6, 2), logits=False).hidden
-        torch.testing.assert_close(hidden[row, : len(longer[i]["input_ids"])], live[0], rtol=1e-5, atol=1e-5)
+        assert_same(hidden[row, : len(longer[i]["input_ids"])], live[0])
     alone = build((2,), dataset=longer)
     assert alone.folder == store.folder
     assert torch.equal(alone.batch([3, 7])[0], hidden[:, :, 1:])

@@ -20,6 +20,8 @@ from outrider.formats.speculators import Speculators
 from outrider.heads import Eagle3, load_drafter
 from outrider.targets import Target
 
+from ..closeness import assert_same
+
 VOCAB, KEPT, H, HEADS, KV_HEADS, D, INNER = 64, 20, 32, 4, 2, 8, 24
 TAPS, STEPS = (1, 3, 5), 3
 
@@ -183,7 +185,7 @@ def test_an_imported_head_has_their_logits_at_every_unrolled_step(target, tmp_pa
         zip(head.unroll(target, tokens, hidden), reference(weights, values, tokens[0], hidden[0]), strict=True)
     ):
         here = 11 - step  # entries whose token is there
-        torch.testing.assert_close(head.logits(ours, target)[0, :here], theirs[:here], atol=1e-5, rtol=1e-5)
+        assert_same(head.logits(ours, target)[0, :here], theirs[:here])
 
 
 @torch.no_grad()
@@ -202,7 +204,7 @@ def test_the_reference_is_the_packages_own_forward_pass(target, values):
     for step, (found, expected) in enumerate(
         zip(logits, reference(weights, values, tokens[0], hidden[0]), strict=True)
     ):
-        torch.testing.assert_close(found[: 11 - step], expected[: 11 - step], atol=1e-5, rtol=1e-5)
+        assert_same(found[: 11 - step], expected[: 11 - step])
 
 
 def test_offsets_name_target_tokens_whatever_their_order(target, tmp_path):

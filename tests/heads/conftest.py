@@ -16,6 +16,7 @@ from outrider.heads.block.block_losses import Anchors
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import RowLengths, Target
 
+from ..closeness import assert_same
 from ..conftest import few
 
 VOCAB = 64
@@ -110,8 +111,8 @@ def check_metrics(
     """Compare `alpha_d1` and `tau` with α by row, place and depth."""
     sums = {name: (total.item(), count.item()) for name, (total, count) in metrics.items()}
     first = [alpha for (_, _, depth), alpha in alphas.items() if depth == 0]
-    assert sums["alpha_d1"] == pytest.approx((sum(first), len(first)), rel=1e-4)
-    assert sums["tau"] == pytest.approx(tau_of(alphas, depths), rel=1e-4)
+    assert_same(sums["alpha_d1"], (sum(first), len(first)))
+    assert_same(sums["tau"], tau_of(alphas, depths))
 
 
 def tau_of(alphas: Mapping[tuple[int, int, int], float], depths: int) -> tuple[float, int]:
@@ -150,8 +151,8 @@ def assert_sum_of_rows(drafter: Drafter, target: Target) -> None:
         return float(drafter.loss(part_of(data, rows, length, step)).total)
 
     whole, last = loss(slice(0, 3), 30), loss(slice(2, 3), 30)
-    assert whole == pytest.approx(loss(slice(0, 1), 18) + loss(slice(1, 2), 27) + last, rel=1e-5)
-    assert whole == pytest.approx(loss(slice(0, 2), 25) + last, rel=1e-5)
+    assert_same(whole, loss(slice(0, 1), 18) + loss(slice(1, 2), 27) + last)
+    assert_same(whole, loss(slice(0, 2), 25) + last)
     assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
 
 
@@ -167,9 +168,8 @@ def assert_rounds_have(
     for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
         assert len(logits) == steps
         for row, depth in product(range(len(tokens)), range(steps)):
-            ours, theirs = logits[depth][row], expected(number, row, depth)
-            difference = float((ours - theirs).masked_fill(ours == theirs, 0).abs().max())  # both may be −inf
-            assert difference < 1e-5, f"round {number}, row {row}, depth {depth + 1}: {difference:.1e}"
+            where = f"round {number}, row {row}, depth {depth + 1}"
+            assert_same(logits[depth][row], expected(number, row, depth), msg=where)
 
 
 def assert_later_steps_are_those_of_whole_rows(unroll: Callable[[Tensor], list[Tensor]], length: int) -> None:
@@ -180,7 +180,7 @@ def assert_later_steps_are_those_of_whole_rows(unroll: Callable[[Tensor], list[T
             assert output.shape[1] == length - int(begins.min())
             for row, b in enumerate(begins.tolist()):
                 here = length - b - 1 - step
-                torch.testing.assert_close(output[row, :here], whole[step][row, b : b + here], rtol=1e-4, atol=1e-5)
+                assert_same(output[row, :here], whole[step][row, b : b + here])
 
 
 def assert_reads_up_to(
@@ -242,8 +242,8 @@ def leaves_no_mask(drafter: Drafter, target: Target) -> None:
         sessions.append(session)
     assert sessions[0].cache.host_lengths == sessions[1].cache.host_lengths == [9]
     for mine, alone in zip(*(session.cache._stores for session in sessions), strict=True):
-        torch.testing.assert_close(mine.keys[:, :, :9], alone.keys[:, :, :9], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(mine.values[:, :, :9], alone.values[:, :, :9], rtol=1e-5, atol=1e-5)
+        assert_same(mine.keys[:, :, :9], alone.keys[:, :, :9])
+        assert_same(mine.values[:, :, :9], alone.values[:, :, :9])
 
 
 def decoded_logits(

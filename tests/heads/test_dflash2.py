@@ -16,6 +16,7 @@ from outrider.heads.block.dflash2 import BlockConvolution
 from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import Target
 
+from ..closeness import assert_same, both_precisions
 from .conftest import anchored, assert_rounds_have, batch, features, opened, sequences
 from .conftest import made as make
 
@@ -50,6 +51,7 @@ def block_logits(target: Target, drafter: DFlash2, tokens: Tensor, row: int, pla
     return logits, scores.masked_fill(logits < least[:, None], -torch.inf)
 
 
+@both_precisions
 def test_logits_in_training_are_the_decoders(target, drafter):
     tokens, starts, depth = sequences(3, LENGTH), [[1, 4, 9], [5, 6, 12], [2, 7, 15]], 5
     trained = [[block_logits(target, drafter, tokens, row, place)[1] for place in starts[row]] for row in range(3)]
@@ -94,6 +96,7 @@ def test_slots_before_reach_a_convolution_and_no_other_block_does(target):
         assert (conv(changed, x, 1) != before).any(-1)[0].nonzero()[:, 0].tolist() == [place]
 
 
+@both_precisions
 def test_golden_convolution(target):
     """One group, by hand: slot 1 of (1, 2), (3, 4) is 3·(1 + .5) + 1·.25 and 4·(1 + .5) + 2·.25."""
     config = DFlash2Config(hidden_size=2, block_size=2, conv_group_size=2)
@@ -101,10 +104,11 @@ def test_golden_convolution(target):
     conv.base_kernel.data[1] = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
     conv.kernel_projection.weight.data[2:] = torch.tensor([[0.5, 0.0], [0.25, 0.0]])  # of the output side
     states, x = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]]), torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
-    torch.testing.assert_close(conv(states, x, 1), torch.tensor([[[1.0, 2.0], [4.75, 6.5]]]))
-    torch.testing.assert_close(conv(states, x, 0), x)
+    assert_same(conv(states, x, 1), torch.tensor([[[1.0, 2.0], [4.75, 6.5]]]))
+    assert_same(conv(states, x, 0), x)
 
 
+@both_precisions
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @pytest.mark.parametrize(("loss", "changes"), [("hard_ce", {}), ("soft_ce", {"draft_vocab_size": 20})])
 def test_the_loss_is_dflashs_and_the_selectors(target, loss, changes, weighting):
@@ -140,7 +144,7 @@ def test_the_loss_is_dflashs_and_the_selectors(target, loss, changes, weighting)
                 weights += fixed
         total += (end - begin) * sums / weights
     assert dropped > 3
-    assert float(found.total) == pytest.approx(total, rel=1e-4)
+    assert_same(found.total, total)
 
 
 def test_gradients_reach_everything_that_it_adds(target):

@@ -15,6 +15,7 @@ from outrider.heads import DraftModel, DraftModelConfig, load_drafter
 from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import Target
 
+from ..closeness import assert_same, both_precisions
 from .conftest import VOCAB, assert_rounds_have, batch, best, check_metrics, opened, sequences
 
 LAYERS = 4  # of the target
@@ -25,6 +26,7 @@ def drafter(tiny_llama) -> DraftModel:
     return DraftModel(tiny_llama(layers=2, seed=1))
 
 
+@both_precisions
 @pytest.mark.parametrize(
     "starts",
     [[[1, 2, 6, 7], [5, 6, 7, 9], [2, 6, 9, 10]], [[4, 7, 8, 12]], [[1, 2, 3, 4]]],
@@ -39,6 +41,7 @@ def test_proposals_are_the_plain_forward_pass(target, drafter, starts):
     assert opened(drafter, target, [[1, 2]]).propose(torch.tensor([3]), depth, best).parents is None
 
 
+@both_precisions
 @pytest.mark.parametrize("loss", DIVERGENCES)
 def test_the_loss_sums_over_supervised_tokens(target, drafter, loss):
     drafter.config.loss = loss
@@ -51,19 +54,20 @@ def test_the_loss_sums_over_supervised_tokens(target, drafter, loss):
     places = [(r, t) for r, t in product(range(2), range(1, 8)) if supervised[r, t]]
     p_log, q_log = p.log_softmax(-1), q.log_softmax(-1)
     expected = sum(DIVERGENCES[loss](p_log[r, t - 1], q_log[r, t - 1]).item() for r, t in places)
-    assert result.total.item() == pytest.approx(expected, rel=1e-4)
+    assert_same(result.total, expected)
     assert result.count.item() == len(places) == 7
     alphas = {(r, t): torch.minimum(p[r, t - 1].softmax(-1), q[r, t - 1].softmax(-1)).sum().item() for r, t in places}
     chains = {(r, t, d): alphas[r, t + d] for (r, t), d in product(places, range(4)) if (r, t + d) in alphas}
     check_metrics(result.metrics, chains, 4)
 
 
+@both_precisions
 def test_an_equal_draft_model_has_no_loss_and_the_highest_tau(target):
     drafter = DraftModel(target.model, DraftModelConfig(depths=3))
     result = drafter.loss(batch(target, drafter, sequences()))
-    assert result.mean.item() == pytest.approx(0, abs=1e-6)
+    assert_same(result.mean, 0.0, scale=1.0)
     total, count = result.metrics["tau"]
-    assert (total / count).item() == pytest.approx(4)
+    assert_same(total / count, 4.0)
 
 
 def test_a_new_draft_model_is_the_targets_config_with_changes(tiny_llama):
@@ -137,6 +141,7 @@ def test_a_padded_draft_model_drafts_as_one_of_the_targets_size(padded):
         assert found.accepted >= len(agreed) or not all(known[:start]), "after unknown ids drafts are poor"
 
 
+@both_precisions
 def test_the_loss_of_a_padded_draft_model_is_on_the_ids_that_both_have(padded):
     target, drafter = padded
     shared = min(target.vocab_size, drafter.runner.vocab_size)
@@ -145,10 +150,10 @@ def test_the_loss_of_a_padded_draft_model_is_on_the_ids_that_both_have(padded):
     result = drafter.loss(batch(target, drafter, tokens))
     p = target.model(tokens).logits[:, :-1, :shared].log_softmax(-1)
     q = drafter.model(tokens.clamp(max=drafter.runner.vocab_size - 1)).logits[:, :-1, :shared].log_softmax(-1)
-    assert result.total.item() == pytest.approx(DIVERGENCES["forward_kl"](p, q).sum().item(), rel=1e-4)
+    assert_same(result.total, DIVERGENCES["forward_kl"](p, q).sum())
     whole, q = target.model(tokens).logits[:, :-1].softmax(-1)[..., :shared], q.exp()
     total, count = result.metrics["alpha_d1"]  # mass beyond counts as refused
-    assert (total / count).item() == pytest.approx(torch.minimum(whole, q).sum(-1).mean().item(), rel=1e-4)
+    assert_same(total / count, torch.minimum(whole, q).sum(-1).mean())
 
 
 def test_a_draft_model_is_loaded_without_ids_that_the_target_lacks(padded, tmp_path):

@@ -32,6 +32,7 @@ from outrider.heads import (
 )
 from outrider.targets import RowLengths, Target
 
+from ..closeness import assert_same, both_precisions
 from ..conftest import FEW_TOKENS, few, installed
 from ..targets.small_models import NO_IDS, small_model
 from .conftest import batch, best, opened, ragged, sequences
@@ -295,6 +296,7 @@ def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
     assert drafter(data).count == 2 * (12 - first_predicted(name))
 
 
+@both_precisions
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_padding_on_the_right_changes_no_loss(name, target, tiny_llama):
     drafter, tokens = MAKERS[name](target, tiny_llama).eval(), sequences(2, 10)
@@ -302,9 +304,9 @@ def test_padding_on_the_right_changes_no_loss(name, target, tiny_llama):
     alone = drafter.loss(batch(target, drafter, tokens, supervised))
     padded, wanted = (torch.nn.functional.pad(x, (0, 5)) for x in (tokens, supervised))
     wide = drafter.loss(batch(target, drafter, padded, wanted))
-    torch.testing.assert_close((wide.total, wide.count), (alone.total, alone.count))
+    assert_same((wide.total, wide.count), (alone.total, alone.count))
     for metric, pair in alone.metrics.items():
-        torch.testing.assert_close(wide.metrics[metric], pair, msg=metric)
+        assert_same(wide.metrics[metric], pair, msg=metric)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
@@ -343,6 +345,7 @@ def test_answers_teach_something_from_the_length_on_that_a_drafter_says(name, ta
 PARENTS = [[[-1, -1, -1], [1, 1, -1]], [[-1, -1, -1], [0, 2, 2]], [[-1, -1, -1], [-1, 1, 2]], [[-1, -1, -1], [2, 0, 1]]]
 
 
+@both_precisions
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 @torch.inference_mode()
 def test_one_node_alone_sees_its_path_only(name, target, tiny_llama):
@@ -354,9 +357,10 @@ def test_one_node_alone_sees_its_path_only(name, target, tiny_llama):
     state.decode(torch.tensor([[11, 12]]), torch.tensor([[-1, -1]]))
     found = state.decode(torch.tensor([[13]]), torch.tensor([[1]]))
     chain.decode(torch.tensor([[12]]))
-    torch.testing.assert_close(found, chain.decode(torch.tensor([[13]])), rtol=1e-4, atol=1e-4)
+    assert_same(found, chain.decode(torch.tensor([[13]])))
 
 
+@both_precisions
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 @torch.inference_mode()
 def test_logits_in_a_tree_are_those_of_each_path_alone(name, target, tiny_llama):
@@ -376,10 +380,10 @@ def test_logits_in_a_tree_are_those_of_each_path_alone(name, target, tiny_llama)
         for node, path in enumerate(paths[row]):
             alone = opened(drafter, target, [prompt])
             expected = alone.prefill(roots[row : row + 1])
-            torch.testing.assert_close(logits[row, 0], expected[0], rtol=1e-4, atol=1e-4)
+            assert_same(logits[row, 0], expected[0])
             for i in path:
                 expected = alone.decode(drafts[row, i].view(1, 1))[:, 0]
-            torch.testing.assert_close(logits[row, 1 + node], expected[0], rtol=1e-4, atol=1e-4)
+            assert_same(logits[row, 1 + node], expected[0])
     # Accepted: a path whose last draft was read, one whose last was not (-1), one draft, none.
     texts = [[drafts[0, i].item() for i in paths[0][3]], [drafts[1, 0].item(), 33], [drafts[2, 2].item()], []]
     kept = torch.tensor([paths[0][3], [0, -1], [2, -1], [-1, -1]])
@@ -394,7 +398,7 @@ def test_logits_in_a_tree_are_those_of_each_path_alone(name, target, tiny_llama)
     again = state.prefill(torch.tensor([1, 2, 3, 4]))
     for row, text in enumerate(whole):
         expected = opened(drafter, target, [text]).prefill(torch.tensor([row + 1]))
-        torch.testing.assert_close(again[row], expected[0], rtol=1e-4, atol=1e-4)
+        assert_same(again[row], expected[0])
 
 
 def path_of(parents: list[int], node: int) -> list[int]:

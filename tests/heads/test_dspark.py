@@ -13,6 +13,7 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.targets import Target
 
+from ..closeness import assert_same, both_precisions
 from .conftest import VOCAB, anchored, assert_rounds_have, batch, opened, sequences
 from .conftest import made as make
 
@@ -50,12 +51,14 @@ def block_logits(target: Target, drafter: DSpark, tokens: Tensor, row: int, plac
     return (logits if head is None else logits + head.markov_w2(head.along(head.markov_w1(before), states)))[0]
 
 
+@both_precisions
 def test_logits_in_training_are_the_decoders(target, drafter):
     tokens, starts, depth = sequences(3, LENGTH), [[1, 4, 9], [5, 6, 12], [2, 7, 15]], 5
     trained = [[block_logits(target, drafter, tokens, row, place) for place in starts[row]] for row in range(3)]
     assert_rounds_have(lambda number, row, d: trained[row][number][d], drafter, target, tokens, starts, depth)
 
 
+@both_precisions
 def test_the_loss_is_the_papers(target, drafter):
     """0.1 CE + 0.9 Σ|p − q| + BCE(c, Σ min(p, q)), each weighing exp(−(j − 1)/4); written as loops."""
     drafter.train()
@@ -81,7 +84,7 @@ def test_the_loss_is_the_papers(target, drafter):
             weight = float(torch.exp(torch.tensor(-(j - 1) / 4)))
             sums, weights = sums + weight * value, weights + weight
         total += (end - begin) * sums / weights
-    assert float(found.total) == pytest.approx(total, rel=1e-4)
+    assert_same(found.total, total)
 
 
 def test_gradients_reach_both_heads_and_their_codes(target):
@@ -121,6 +124,7 @@ def test_the_token_before_a_draft_changes_it_and_later_ones_do_not(target):
             assert moved == [j <= d < j + reaches for d in range(5)], kind
 
 
+@both_precisions
 def test_temperatures_divide_the_log_odds_draft_by_draft(target):
     temperatures, found = (1.0, 2.0, 0.5, 3.0, 4.0), []
     for drafter in (made(target), made(target, temperatures=temperatures)):
@@ -131,4 +135,4 @@ def test_temperatures_divide_the_log_odds_draft_by_draft(target):
             session.decode(torch.tensor([[token]]))
             odds.append(session.confidence().logit())
         found.append(torch.cat(odds))
-    torch.testing.assert_close(found[0] / found[1], torch.tensor(temperatures), rtol=1e-3, atol=1e-3)
+    assert_same(found[0] / found[1], torch.tensor(temperatures))

@@ -22,6 +22,7 @@ from outrider.heads.eagle import FeatureDrafter
 from outrider.heads.unrolled_attention import WholeRows, attend
 from outrider.targets import Target
 
+from ..closeness import assert_same, both_precisions
 from ..decode.conftest import random_model, random_prompts
 from .conftest import (
     VOCAB,
@@ -84,6 +85,7 @@ def drafter(request, target) -> FeatureDrafter:
     return make(target, **changes)
 
 
+@both_precisions
 def test_unrolled_training_logits_are_the_decoders(target, drafter):
     """fp32, ragged rows, several rounds: logits of step i at t = logits at depth i of a round that begins there."""
     steps, tokens = 4, sequences()
@@ -94,6 +96,7 @@ def test_unrolled_training_logits_are_the_decoders(target, drafter):
     assert_rounds_have(lambda number, row, step: trained[step][row, starts[row][number] - 1], *rounds)
 
 
+@both_precisions
 def test_a_head_whose_weights_have_changed_decodes_with_the_new_ones(target, drafter):
     """Weights are put together once for all requests, until one of them changes."""
     tokens = sequences()
@@ -105,7 +108,7 @@ def test_a_head_whose_weights_have_changed_decodes_with_the_new_ones(target, dra
         first = drafter.logits(drafter.unroll(target, tokens, hidden)[0], target)
         expected = first[torch.arange(3), torch.tensor([3, 6, 1])]
         decoded = decoded_logits(drafter, target, tokens, [[4], [7], [2]], 1)[0][0]
-        torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-4, msg=name)
+        assert_same(decoded, expected, msg=name)
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -138,6 +141,7 @@ def test_step_i_reads_tokens_up_to_t_plus_1_plus_i_and_features_up_to_t(target, 
     assert_reads_up_to(lambda x, h: drafter.unroll(target, x, h)[step], tokens, hidden, step + 1, whole=True)
 
 
+@both_precisions
 def test_what_is_not_learned_is_only_attended_to(target, drafter):
     tokens = sequences()
     hidden = features(target, drafter, tokens)
@@ -170,6 +174,7 @@ def test_memory_is_what_is_allocated(target, drafter):
     assert drafter.state_bytes(target, 3, 50, 2) == session.cache.num_bytes()
 
 
+@both_precisions
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
     """Written as loops: step 0 is causal; step i sees step 0's keys up to t and one key at t of each later step."""
@@ -200,7 +205,7 @@ def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
             values = torch.cat([naive_values[0][:, :, : t + 1], *(v[:, :, t : t + 1] for v in naive_values[1:])], 2)
             weights = ((q[:, :, t : t + 1] @ keys.transpose(-1, -2)) * 8**-0.5).softmax(-1)
             mixed[:, :, t : t + 1] = weights @ values
-        torch.testing.assert_close(result, attention.o_proj(mixed.transpose(1, 2).flatten(2)), rtol=1e-4, atol=1e-5)
+        assert_same(result, attention.o_proj(mixed.transpose(1, 2).flatten(2)))
 
 
 def llama(drafter: FeatureDrafter, prefixes: list[str]) -> LlamaModel:
@@ -221,6 +226,7 @@ def normed(x: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 
+@both_precisions
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_of_normed_layers_step_0_is_transformers_own_causal_model(target, layers):
     drafter, tokens = eagle1(target, num_layers=layers, norm_first=True), sequences()
@@ -229,9 +235,10 @@ def test_of_normed_layers_step_0_is_transformers_own_causal_model(target, layers
     model = llama(drafter, [f"layers.{i}." for i in range(layers)])
     with torch.no_grad():
         expected = model(inputs_embeds=joined).last_hidden_state
-    torch.testing.assert_close(normed(drafter.unroll(target, tokens, hidden)[0]), expected, rtol=1e-4, atol=1e-5)
+    assert_same(normed(drafter.unroll(target, tokens, hidden)[0]), expected)
 
 
+@both_precisions
 def test_of_eagle_3s_layers_only_the_first_reads_embeddings(target):
     """Step 0 of two layers = transformers' own layer after a head of the first alone."""
     both, alone, tokens = eagle3(target, num_layers=2), eagle3(target), sequences()
@@ -239,7 +246,7 @@ def test_of_eagle_3s_layers_only_the_first_reads_embeddings(target):
     hidden = features(target, both, tokens)
     with torch.no_grad():
         expected = llama(both, ["layers.1."])(inputs_embeds=alone.unroll(target, tokens, hidden)[0]).last_hidden_state
-    torch.testing.assert_close(normed(both.unroll(target, tokens, hidden)[0]), expected, rtol=1e-4, atol=1e-5)
+    assert_same(normed(both.unroll(target, tokens, hidden)[0]), expected)
 
 
 def test_gradients_reach_every_weight_and_not_the_target(target, drafter):
@@ -261,15 +268,17 @@ def test_heads_of_attention_need_not_divide_the_hidden_size(name):
     assert Decoder(target, drafter.eval()).generate(prompts, 8, plan=Plan(3)).tokens == expected
 
 
+@both_precisions
 def test_the_true_feature_is_what_the_targets_output_embedding_reads(target):
     """A head that drafts the true next feature has the target's own distribution, and loses nothing."""
     drafter, tokens = made(Eagle1, target), sequences(2, 9)
     assert drafter.taps == (6,)
     out = target.forward(tokens, taps=drafter.taps)
-    torch.testing.assert_close(drafter.logits(out.hidden[:, :, 0], target), target.model(tokens).logits)
+    assert_same(drafter.logits(out.hidden[:, :, 0], target), target.model(tokens).logits)
     assert not drafter.feature_loss(out.last[:1], out.last[0]).any()
 
 
+@both_precisions
 @pytest.mark.parametrize(("tokens_weight", "features_weight"), [(0.1, 1.0), (0.5, 0.0), (0.2, 3.0)])
 def test_the_loss_is_the_weighted_sum_of_features_and_tokens(target, tokens_weight, features_weight):
     """Σ_i decay^i Σ_{supervised x_{t+2+i}} (w_f · SmoothL1(f_{t+1+i}, f̂) + w_t · CE(p, q)), written as loops."""
@@ -293,18 +302,19 @@ def test_the_loss_is_the_weighted_sum_of_features_and_tokens(target, tokens_weig
         p, log_q = logits[row, t + 1 + step].softmax(-1), target.lm_head(drafted).log_softmax(-1)
         total += 0.5**step * (features_weight * feature - tokens_weight * (p * log_q).sum().item())
         lost[step] += feature
-    assert result.total.item() == pytest.approx(total, rel=1e-4)
+    assert_same(result.total, total)
     if features_weight:
-        assert [result.metrics[f"feature_d{i}"][0].item() for i in (1, 2)] == pytest.approx(lost, rel=1e-4)
+        assert_same([result.metrics[f"feature_d{i}"][0].item() for i in (1, 2)], lost)
     else:
         assert "feature_d1" not in result.metrics
 
 
+@both_precisions
 def test_with_a_loss_on_features_the_norm_before_the_output_begins_as_the_targets(target):
     torch.nn.init.uniform_(norm := target.model.model.norm.weight, 0.5, 1.5)
     settings = {"feature_loss": 1.0}, {}, {"feature_loss": 1.0, "init_from_target": False}
     begun, *others = (Eagle3.build(Eagle3Config(**changes), target).norm.weight for changes in settings)
-    torch.testing.assert_close(begun, norm)
+    assert_same(begun, norm / (1 + target.config.rms_norm_eps) ** 0.5)
     assert all(torch.equal(other, torch.ones(32)) for other in others)
 
 
@@ -320,13 +330,14 @@ def test_the_papers_settings_are_the_default(target):
     assert not any((config.norm_first, config.fc_bias))
 
 
+@both_precisions
 def test_scales_of_inputs_are_fcs_columns_and_by_default_none(target):
     plain, tokens = made(Eagle1, target), sequences()
     scaled = made(Eagle1, target, embedding_scale=4.0, feature_scale=0.5)
     scaled.load_state_dict(plain.state_dict())
     scaled.fc.weight.data /= torch.tensor([4.0, 0.5]).repeat_interleave(32)
     hidden = features(target, plain, tokens)
-    torch.testing.assert_close(scaled.unroll(target, tokens, hidden), plain.unroll(target, tokens, hidden))
+    assert_same(scaled.unroll(target, tokens, hidden), plain.unroll(target, tokens, hidden))
     assert made(Eagle1, target).identity_settings().keys().isdisjoint({"embedding_scale", "feature_scale"})
 
 
@@ -352,16 +363,17 @@ def test_noise_is_uniform_and_in_training_only(target):
     assert torch.equal(made(Eagle1, target, noise=0.0).train().disturb(true), true)
 
 
+@both_precisions
 @pytest.mark.parametrize("factor", [0.01, 20.0])
 def test_noise_and_feature_loss_do_not_depend_on_the_scale_of_a_targets_features(target, factor):
     drafter, hidden = made(Eagle1, target, noise=0.1).train(), target.forward(sequences(2, 9), taps=(6,)).hidden
     torch.manual_seed(0)
     once = drafter.disturb(drafter.fuse(hidden))
     torch.manual_seed(0)
-    torch.testing.assert_close(drafter.disturb(drafter.fuse(factor * hidden)), factor * once)
+    assert_same(drafter.disturb(drafter.fuse(factor * hidden)), factor * once)
     drafted, true = torch.randn(3, 5, 32), torch.randn(5, 32)
     scaled = drafter.feature_loss(factor * drafted, factor * true)
-    torch.testing.assert_close(scaled, drafter.feature_loss(drafted, true))
+    assert_same(scaled, drafter.feature_loss(drafted, true))
 
 
 LAYER = [f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"]
@@ -375,6 +387,7 @@ def test_the_weights_have_the_published_names(target):
     assert head.fc.weight.shape == (32, 64)
 
 
+@both_precisions
 @pytest.mark.parametrize("pruned", [0, 20])
 @pytest.mark.parametrize(("loss", "prompt"), [("soft_ce", 0), ("soft_ce", 6), ("tv", 6)])
 def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, loss, prompt, pruned):
@@ -394,10 +407,10 @@ def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, loss, promp
             p, q = target_logits[row, predicted - 1], drafter.logits(outputs[step][row, t], target)
             total += 0.5**step * DIVERGENCES[loss](p[kept].log_softmax(-1), q.log_softmax(-1)).item()
             alphas[row, t, step] = torch.minimum(p.softmax(-1)[kept], q.softmax(-1)).sum().item()
-    assert result.total.item() == pytest.approx(total, rel=1e-4)
+    assert_same(result.total, total)
     count = 5 + (5 if prompt else 4)  # the token at place 1 has no pair (f, x) before it
     assert result.count.item() == count
-    assert result.mean.item() == pytest.approx(total / count, rel=1e-4)
+    assert_same(result.mean, total / count)
     assert result.metrics["loss_d1"][1].item() == count
     check_metrics(result.metrics, alphas, 3)
 

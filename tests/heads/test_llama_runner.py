@@ -17,6 +17,7 @@ from outrider.heads import DraftModel, decoder_layer
 from outrider.heads.draft_model import DraftModelSession, LlamaRunner, runs
 from outrider.targets import RowLengths, Target
 
+from ..closeness import assert_same, both_precisions
 from ..decode.conftest import COMMON, random_model
 from .conftest import VOCAB
 
@@ -88,7 +89,7 @@ def both(drafter: DraftModel, target: Target, rows: int) -> tuple[DraftModelSess
 def agree(states: tuple[DraftModelSession, DraftModelSession], call: Any) -> None:
     """What `call` gives is the same in both states."""
     found, expected = (call(state) for state in states)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_same(found, expected)
 
 
 def everything(drafter: DraftModel, target: Target, lengths: list[int], window: int | None = None) -> None:
@@ -122,6 +123,7 @@ def everything(drafter: DraftModel, target: Target, lengths: list[int], window: 
     agree(states, lambda s: s.prefill(tokens(rows, 1, 13)[:, 0]))
 
 
+@both_precisions
 @pytest.mark.parametrize("lengths", [[9], [7, 1, 12]], ids=["alone", "ragged"])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
@@ -131,6 +133,7 @@ def test_logits_are_the_librarys(target, models, name, lengths):
     everything(drafter, target, lengths, window=48)
 
 
+@both_precisions
 @torch.no_grad()
 def test_large_products_are_not_put_together(target, models, monkeypatch):
     """They are read as they are: nothing is gained by a copy of them."""

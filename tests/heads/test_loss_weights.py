@@ -15,6 +15,7 @@ from outrider.heads.parallel.parallel_drafts import RolledDrafts, Rollouts, Serv
 from outrider.targets import Target
 from outrider.targets.sequence_packing import Documents
 
+from ..closeness import assert_same, both_precisions
 from ..conftest import drafter_in_training, installed
 from .conftest import batch as all_of
 from .conftest import sequences
@@ -41,11 +42,6 @@ KINDS = installed(KINDS)
 PROMPT, DEPTHS = 3, [0, 0, 0, 0, 1, 2, 3, 1, 1, 2]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_llama: Any) -> Target:
-    return Target(tiny_llama())
-
-
 def batch(target: Target, drafter: Drafter[Any], share: float | None) -> TargetBatch:
     supervised = torch.arange(len(DEPTHS)).expand(2, -1) >= PROMPT
     found = all_of(target, drafter, sequences(2, len(DEPTHS), 60), supervised)
@@ -61,20 +57,22 @@ def lesson(drafter: Drafter[Any], given: TargetBatch) -> list[Tensor]:
     return [found.total.detach(), found.count, *(p.grad.clone() for p in drafter.parameters() if p.grad is not None)]
 
 
+@both_precisions
 def test_the_share_moves_to_what_was_reached_by_the_weights_that_were_there():
     """Weights 4, 2, 1, 1 of one text, of which the second and the third were reached: half of 8 goes there, 2 : 1."""
     verified = AcceptedPositions(torch.tensor([[0, 1, 2, 1]]), 0.5)
     rows, places, depths = torch.zeros(4, dtype=torch.long), torch.tensor([1, 1, 2, 3]), torch.tensor([2, 1, 2, 2])
     found = verified.weighed(torch.tensor([4.0, 2.0, 1.0, 1.0]), rows, places, depths)
-    torch.testing.assert_close(found, torch.tensor([2.0, 1 + 8 / 3, 0.5 + 4 / 3, 0.5]))
-    assert float(found.sum()) == pytest.approx(8)
+    assert_same(found, torch.tensor([2.0, 1 + 8 / 3, 0.5 + 4 / 3, 0.5]))
+    assert_same(found.sum(), 8.0)
 
 
+@both_precisions
 def test_a_whole_share_leaves_nothing_elsewhere_and_none_changes_nothing():
     depths, weights = torch.tensor([[0, 1, 2]]), torch.tensor([[3.0, 1.0], [2.0, 5.0]])  # [S, P]
     arguments = weights, torch.zeros(2, dtype=torch.long), torch.tensor([1, 2]), torch.tensor([[1], [2]])
     found = AcceptedPositions(depths, 1.0).weighed(*arguments)
-    torch.testing.assert_close(found, torch.tensor([[4.125, 0.0], [0.0, 6.875]]))
+    assert_same(found, torch.tensor([[4.125, 0.0], [0.0, 6.875]]))
     assert torch.equal(AcceptedPositions(depths, 0.0).weighed(*arguments), weights)
 
 
@@ -110,6 +108,7 @@ def test_a_share_of_the_anchors_is_drawn_from_roots_and_the_others_as_always():
     assert every.usual is None, "all places are anchors already"
 
 
+@both_precisions
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9, 1.0])
 def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what_was_drawn_for_rounds(target, share):
     drafter = drafter_in_training(target, DFLASH | {"num_anchors": 2})
@@ -121,7 +120,7 @@ def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what
         lessons = BlockTargets.of(anchors, wanted, drafter.max_depth)
         weights = BlockLearning(drafter, given, wanted, lessons).fixed_weights()
         for row in range(2):
-            assert float(weights[lessons.rows == row].sum()) == pytest.approx(7)
+            assert_same(weights[lessons.rows == row].sum(), 7.0, 2 * 10)
         if lessons.usual is None:
             continue
         reached = torch.tensor(DEPTHS)[lessons.places] == torch.arange(1, 4)
@@ -158,6 +157,7 @@ def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always(
     assert torch.equal(none.depths, usual.depths)
 
 
+@both_precisions
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_masks_weigh_what_a_rows_tokens_do(share):
     """The rest is spread over what was drawn evenly, and over what the text itself says."""
@@ -168,12 +168,15 @@ def test_masks_weigh_what_a_rows_tokens_do(share):
     rollouts = Rollouts.drawn(learned, tokens, 6, 0.7, 0.2, 7, served)
     drafts = RolledDrafts.of(learned, rollouts)
     weights = drafts.weights(wanted, 0.9, served)
-    assert float(weights.sum()) == pytest.approx(79, rel=1e-5)
+    assert_same(weights.sum(), 79.0)
     reached = served.verified.reached(drafts.rows, drafts.places + 1, drafts.depths + 1)
     assert drafts.usual is not None
     assert bool(reached[~drafts.usual].all())
     rest = float(weights[~reached].sum())
-    assert rest == pytest.approx(0, abs=1e-5) if share == 1 else 0.5 * 79 < rest < 0.7 * 79
+    if share == 1:
+        assert_same(rest, 0.0, scale=1.0)
+    else:
+        assert 0.5 * 79 < rest < 0.7 * 79
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: TargetBatch) -> tuple[Tensor, Tensor]:
@@ -190,6 +193,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: Targ
     return seen[0], seen[1]
 
 
+@both_precisions
 def test_each_step_learns_what_rounds_reached_at_its_depth(target, monkeypatch):
     """With the whole share, step i has weights at the tokens of depth i + 1 and nowhere else, as decay has them."""
     drafter = drafter_in_training(target, {"type": "eagle3", "steps": 3, "decay": 0.5})
@@ -198,7 +202,7 @@ def test_each_step_learns_what_rounds_reached_at_its_depth(target, monkeypatch):
     assert len(following) == 14
     depths = torch.tensor(DEPTHS[PROMPT:])
     reached = (depths == torch.tensor([[1], [2], [3]])) * torch.tensor([[1.0], [0.5], [0.25]])
-    torch.testing.assert_close(weights[:, :7], reached * usual[:, :7].sum() / reached.sum())
+    assert_same(weights[:, :7], reached * usual[:, :7].sum() / reached.sum())
     assert torch.equal(weights[:, 7:], usual[:, 7:]), "of the second row nothing was reached"
 
 
@@ -212,6 +216,7 @@ def test_a_share_of_nothing_is_the_usual_loss_and_weights_stay_in_all(target, va
     assert any(not torch.allclose(a, b, rtol=1e-3) for a, b in zip(usual, half, strict=True))
 
 
+@both_precisions
 @pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
 def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target, values):
     """Changing what follows the deepest round changes only what was never reached, and so nothing of such a loss."""
@@ -223,7 +228,7 @@ def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target, va
         whole = all_of(target, drafter, tokens, given.supervised[:1])
         whole.verified = AcceptedPositions(torch.tensor([[0, 0, 0, 0, 1, 2, 3, 0, 0, 0]]), 1.0)
         losses.append(float(drafter.loss(whole).total.detach()))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert_same(losses[0], losses[1])
     assert losses[0] > 0
 
 

@@ -15,6 +15,7 @@ from outrider.common import BadInputError, IncompatibleError
 from outrider.heads import Drafter, LowRank, Ngram, load_drafter, restore_drafter
 from outrider.targets import Target
 
+from ..closeness import assert_same, both_precisions
 from ..conftest import drafter_in_training
 from .conftest import batch, sequences
 
@@ -50,6 +51,7 @@ def test_only_the_change_learns(saved, tiny_target):
     assert 2 * sum(p.numel() for p in changed.down) < sum(p.numel() for p in changed.base.parameters())
 
 
+@both_precisions
 def test_what_learns_is_what_drafts(saved, tiny_target, tmp_path):
     """Saved and loaded to draft it is a plain drafter of the base's type, with the same loss."""
     changed = moved(LowRank.over(saved, tiny_target, 4))
@@ -57,7 +59,7 @@ def test_what_learns_is_what_drafts(saved, tiny_target, tmp_path):
     changed.save(tmp_path / "changed")
     plain = load_drafter(tmp_path / "changed", tiny_target)
     assert type(plain) is type(restore_drafter(saved))
-    assert torch.allclose(loss(tiny_target, plain), expected, rtol=1e-5)
+    assert_same(loss(tiny_target, plain), expected)
     again = restore_drafter(tmp_path / "changed")
     assert isinstance(again, LowRank)
     assert all(torch.equal(w, again.state_dict()[n]) for n, w in changed.state_dict().items())
@@ -70,6 +72,7 @@ def test_the_base_is_saved_as_it_was(saved, tiny_target, tmp_path):
         assert (tmp_path / "changed" / "base" / file.name).read_bytes() == file.read_bytes()
 
 
+@both_precisions
 def test_peft_reads_it(saved, tiny_target, tmp_path):
     """The same drafter comes of peft's own injection and merge."""
     moved(LowRank.over(saved, tiny_target, 4)).save(tmp_path / "changed")
@@ -86,8 +89,7 @@ def test_peft_reads_it(saved, tiny_target, tmp_path):
     merged = {name.replace(".base_layer", ""): w for name, w in base.state_dict().items() if "lora_" not in name}
     ours = load_drafter(tmp_path / "changed").state_dict()
     assert len(layers) == len(weights) // 2
-    assert merged.keys() == ours.keys()
-    assert all(torch.allclose(weight, ours[name], atol=1e-6) for name, weight in merged.items())
+    assert_same(merged, ours, sums=4 + 1)  # of the rank, and the weight
 
 
 def test_a_change_of_the_same_rank_goes_on_and_of_another_begins_anew(saved, tiny_target, tmp_path):

@@ -14,6 +14,7 @@ from outrider.heads import Hydra, Medusa, MedusaConfig
 from outrider.heads.divergences import divergence
 from outrider.targets import Target
 
+from ..closeness import assert_same, both_precisions
 from .conftest import VOCAB, batch, check_metrics, made, opened, sequences
 
 LAYERS = 4  # of the target
@@ -83,6 +84,7 @@ def by_definition(drafter: Medusa, target: Target, tokens: Tensor, row: int, t: 
     return target.model.lm_head.weight[drafter.token_ids] @ x
 
 
+@both_precisions
 @pytest.mark.parametrize(("kind", "variant", "more"), HYDRAS)
 def test_training_logits_are_the_decoders_and_the_papers(target, kind, variant, more):
     """Head k at t is in the loss, for x_{t+1+k}, in a round with the root x_{t+1}, and by hand the same, in fp32."""
@@ -95,8 +97,8 @@ def test_training_logits_are_the_decoders_and_the_papers(target, kind, variant, 
         t = place - 2 - k
         trained = drafter.lm_head(k, target)(outputs[k, i])
         decoded = drafted_logits(drafter, target, tokens[row, : t + 2].tolist(), tokens[row, t + 2 : place].tolist())[k]
-        assert (trained - decoded).abs().max() < 1e-5
-        torch.testing.assert_close(trained, by_definition(drafter, target, tokens, row, t, k + 1), rtol=1e-4, atol=1e-5)
+        assert_same(trained, decoded)
+        assert_same(trained, by_definition(drafter, target, tokens, row, t, k + 1))
 
 
 def test_hydra_reads_the_root_and_the_drafts_and_medusa_does_not(target):
@@ -111,6 +113,7 @@ def test_hydra_reads_the_root_and_the_drafts_and_medusa_does_not(target):
             assert moved == [differs and k > place for k in range(4)]
 
 
+@both_precisions
 @pytest.mark.parametrize("name", ["hard_ce", "forward_kl"])
 @pytest.mark.parametrize(("kind", "variant"), CASES)
 def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, kind, variant, name):
@@ -132,9 +135,9 @@ def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, kind, varia
             total += 0.5 ** (k - 1) * value
             losses += [value] if k == 1 else []
             alphas[row, t, k - 1] = torch.minimum(p.softmax(-1)[kept], log_q.exp()).sum().item()
-    assert result.total.item() == pytest.approx(total, rel=1e-4)
+    assert_same(result.total, total)
     assert result.count.item() == 7 + 4, "no head predicts the token at place 1"
-    assert [x.item() for x in result.metrics["loss_d1"]] == pytest.approx([sum(losses), len(losses)], rel=1e-4)
+    assert_same([x.item() for x in result.metrics["loss_d1"]], [sum(losses), len(losses)])
     check_metrics(result.metrics, alphas, drafter.config.num_heads)
 
 

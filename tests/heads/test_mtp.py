@@ -24,6 +24,7 @@ from outrider.heads.mtp_checkpoint import plain_body
 from outrider.targets import PeakBytes, RowLengths, Target
 from outrider.train.drafter_init import make_drafter
 
+from ..closeness import assert_same, both_precisions
 from ..conftest import few
 from ..decode.conftest import COMMON
 from .conftest import (
@@ -79,6 +80,7 @@ def made(target: Target, **changes) -> Mtp:
     return make(Mtp, target, **changes)
 
 
+@both_precisions
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_training_logits_are_the_decoders(target, variant):
@@ -92,6 +94,7 @@ def test_training_logits_are_the_decoders(target, variant):
     assert_rounds_have(lambda number, row, step: trained[step][row, starts[row][number] - 1], *rounds)
 
 
+@both_precisions
 @pytest.mark.parametrize("norm_output", [True, False])
 @pytest.mark.parametrize("hidden_first", [True, False])
 def test_modules_are_the_equation(target, hidden_first, norm_output):
@@ -105,7 +108,7 @@ def test_modules_are_the_equation(target, hidden_first, norm_output):
         parts = [module.embedding_norm(target.embed(tokens)[:, k + 1 :]), module.hidden_norm(hidden[:, :here])]
         x = module.projection(torch.cat(parts[::-1] if hidden_first else parts, -1))
         raw = module.body(inputs_embeds=x).last_hidden_state
-        torch.testing.assert_close(outputs[k][:, :here], module.norm(raw), rtol=1e-4, atol=1e-5)
+        assert_same(outputs[k][:, :here], module.norm(raw))
         hidden = module.norm(raw) if norm_output else raw
 
 
@@ -117,6 +120,7 @@ def test_depth_k_reads_tokens_up_to_i_plus_k_and_hidden_states_up_to_i(target, v
     assert_reads_up_to(lambda x, h: drafter.unroll(target, x, h)[depth - 1], tokens, last, depth)
 
 
+@both_precisions
 @pytest.mark.parametrize("variant", ["one module", "one per depth"])
 def test_what_is_not_learned_is_only_attended_to(target, variant):
     drafter, tokens = made(target, **VARIANTS[variant]), sequences(3)
@@ -124,6 +128,7 @@ def test_what_is_not_learned_is_only_attended_to(target, variant):
     assert_later_steps_are_those_of_whole_rows(lambda begins: drafter.unroll(target, tokens, last, begins), LENGTH)
 
 
+@both_precisions
 @pytest.mark.parametrize("variant", ["one module", "pruned, raw output", "one per depth"])
 @pytest.mark.parametrize("prompt", [0, 6])
 def test_the_loss_is_a_weighted_mean_over_depths_of_sums_over_supervised_positions(target, variant, prompt):
@@ -143,7 +148,7 @@ def test_the_loss_is_a_weighted_mean_over_depths_of_sums_over_supervised_positio
             p, q = target_logits[row, predicted - 1], drafter.lm_head(target)(outputs[step][row, i])
             total += weights[step] * DIVERGENCES["soft_ce"](p[kept].log_softmax(-1), q.log_softmax(-1)).item()
             alphas[row, i, step] = torch.minimum(p.softmax(-1)[kept], q.softmax(-1)).sum().item()
-    assert result.total.item() == pytest.approx(total, rel=1e-4)
+    assert_same(result.total, total)
     assert result.count.item() == 5 + (5 if prompt else 4), "the token at place 1 has no pair (h, x) before it"
     check_metrics(result.metrics, alphas, steps)
 
@@ -319,6 +324,7 @@ def test_of_several_files_only_those_with_modules_are_written(tmp_path, dtype):
     assert all(torch.equal(before[n], after[n]) and after[n].dtype == before[n].dtype for n in before)
 
 
+@both_precisions
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
 def test_every_family_decodes_as_it_was_trained_and_loses_nothing(family, tmp_path):
     """Logits of each depth, then greedy text: latent attention, experts, zero-centred norms, gated attention."""
@@ -329,7 +335,7 @@ def test_every_family_decodes_as_it_was_trained_and_loses_nothing(family, tmp_pa
         trained = [drafter.lm_head(target)(o) for o in drafter.unroll(target, tokens, target.forward(tokens).last)]
         [logits] = decoded_logits(drafter, target, tokens, [[5], [9]], len(trained))
     for step, row in product(range(len(trained)), range(2)):
-        assert (logits[step][row] - trained[step][row, (4, 8)[row]]).abs().max() < 1e-4
+        assert_same(logits[step][row], trained[step][row, (4, 8)[row]])
     prompts = [row[:n].tolist() for row, n in zip(tokens, (5, 9), strict=True)]
     expected = Decoder(target).generate(prompts, 12, ignore_eos=True).tokens
     out = Decoder(target, drafter).generate(prompts, 12, plan=Plan(3), ignore_eos=True)
@@ -349,6 +355,7 @@ def oracle(target: Target) -> tuple[Any, Any]:
     return layers.MtpModel.from_pretrained(target.model).eval(), caches.MtpCache(config=target.config.get_mtp_config())
 
 
+@both_precisions
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"], indirect=True)
 @torch.inference_mode()
 def test_logits_and_greedy_proposals_are_those_of_transformers(family):
@@ -364,7 +371,7 @@ def test_logits_and_greedy_proposals_are_those_of_transformers(family):
         own = [state.prefill(tokens[:, -1])]
         for k in range(family.depth - 1):
             own.append(state.decode(drafts[:, k : k + 1])[:, 0])
-        assert (torch.stack(own, 1) - logits).abs().max() < 1e-5
+        assert_same(torch.stack(own, 1), logits)
         assert torch.stack(own, 1).argmax(-1).tolist() == drafts.tolist()
 
 

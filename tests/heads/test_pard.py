@@ -14,6 +14,7 @@ from outrider.heads import DraftModel, DraftModelConfig, Pard, PardConfig, load_
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 
+from ..closeness import assert_same, both_precisions
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from ..decode.conftest import random_model
 from .conftest import VOCAB, batch, decoded_logits, entries_of, every, leaves_no_mask, rolled, told_from_text
@@ -39,6 +40,7 @@ def passes(drafter: Pard, text: list[int], steps: int) -> Tensor:
     return torch.stack([drafter.model(tokens, use_cache=False).logits[0, -1] for tokens in texts])
 
 
+@both_precisions
 @torch.inference_mode()
 def test_a_pass_says_what_as_many_passes_of_the_library_say(drafter):
     tokens, masks = sequences(2), every(LENGTH, 5)
@@ -46,9 +48,10 @@ def test_a_pass_says_what_as_many_passes_of_the_library_say(drafter):
     for row, place in product(range(2), (0, 3, 11, 19)):
         entries = [place] + [LENGTH + masks.index((place, d)) for d in range(1, 5)]
         expected = passes(drafter, tokens[row, : place + 1].tolist(), 5)
-        torch.testing.assert_close(logits[row, entries], expected, rtol=1e-4, atol=1e-5)
+        assert_same(logits[row, entries], expected)
 
 
+@both_precisions
 @torch.inference_mode()
 def test_the_decoder_says_the_same(target, drafter):
     tokens, starts = sequences(), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]]
@@ -56,19 +59,21 @@ def test_the_decoder_says_the_same(target, drafter):
         for row in range(3):
             expected = passes(drafter, tokens[row, : starts[row][number] + 1].tolist(), 5)
             found = torch.stack([logits[d][row] for d in range(5)])
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            assert_same(found, expected)
 
 
+@both_precisions
 def test_one_draft_is_the_training_of_a_language_model(target, tiny_llama):
     model = tiny_llama(layers=2, seed=1)
     drafter = Pard(model, PardConfig(steps=1, mask_token_id=63, loss="forward_kl"))
     plain = DraftModel(model, DraftModelConfig(loss="forward_kl"))
     data = batch(target, drafter, sequences(1))
     mine, theirs = drafter.loss(data), plain.loss(data)
-    assert float(mine.total) == pytest.approx(float(theirs.total), rel=1e-5)
+    assert_same(mine.total, float(theirs.total))
     assert mine.count == theirs.count
 
 
+@both_precisions
 def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
     tokens, supervised = sequences(2), torch.zeros(2, LENGTH, dtype=torch.bool)
     supervised[0, 5:16] = supervised[1, 9:] = True
@@ -82,7 +87,7 @@ def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
             p, q = logits[row, anchor + depth].softmax(-1), own[row, entry].log_softmax(-1)
             losses.append(float((p * (p.log() - q)).sum()))
         total += int(supervised[row].sum()) * sum(losses) / len(losses)
-    assert float(found.total) == pytest.approx(total, rel=1e-4)
+    assert_same(found.total, total)
 
 
 @pytest.mark.parametrize("written", [ALL_TOKENS, FEW_TOKENS], ids=["all tokens", "few tokens"])
@@ -95,6 +100,7 @@ def test_rounds_at_temperature_0_can_be_told_from_the_text(target, drafter, writ
     assert out.stats.tau > 1.1 or written == ALL_TOKENS
 
 
+@both_precisions
 def test_no_mask_stays_in_the_cache(target, drafter):
     leaves_no_mask(drafter, target)
 

@@ -12,6 +12,7 @@ from outrider.heads import Eagle3, Eagle3Config, PEagle
 from outrider.heads.parallel.parallel_drafts import Rollouts, kept_counts
 from outrider.targets import Target
 
+from ..closeness import assert_same, both_precisions
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from .conftest import (
     assert_rounds_have,
@@ -45,6 +46,7 @@ def drafter(request, target) -> PEagle:
     return made(target, **VARIANTS[request.param])
 
 
+@both_precisions
 def test_logits_in_training_are_the_decoders(target, drafter):
     """All rollouts of all places in one pass, in several parts, against ragged rounds that begin there; fp32."""
     tokens, starts, steps = sequences(3, LENGTH), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]], drafter.max_depth
@@ -61,6 +63,7 @@ def test_logits_in_training_are_the_decoders(target, drafter):
     assert_rounds_have(expected, drafter, target, tokens, starts, steps)
 
 
+@both_precisions
 def test_what_was_dropped_changes_nothing_that_is_left(target, drafter):
     """Rows of different numbers of masks, filled up: each entry is what it is among all of them."""
     tokens, steps = sequences(3, LENGTH), max(2, drafter.max_depth)
@@ -71,14 +74,15 @@ def test_what_was_dropped_changes_nothing_that_is_left(target, drafter):
     learned[0, :12] = learned[2, 9:] = False
     some = Rollouts.drawn(learned, tokens, steps, 0.8, 0.2)
     found = drafter.roll(data, some)
-    torch.testing.assert_close(found[:, :LENGTH], whole[:, :LENGTH], rtol=1e-5, atol=1e-5)
+    assert_same(found[:, :LENGTH], whole[:, :LENGTH])
     assert not some.real.all()
     for row, entry in some.real.nonzero().tolist():
         mask = int(some.anchors[row, entry]), int(some.depths[row, entry])
         expected = whole[row, LENGTH + masks.index(mask)]
-        torch.testing.assert_close(found[row, LENGTH + entry], expected, rtol=1e-5, atol=1e-5)
+        assert_same(found[row, LENGTH + entry], expected)
 
 
+@both_precisions
 @pytest.mark.parametrize("size", [5, 8, 64])
 def test_parts_change_nothing_whatever_rows_they_are_of(target, drafter, size):
     """Rows of other numbers of masks, whose rollouts end nowhere together: each part holds some of every row."""
@@ -93,9 +97,10 @@ def test_parts_change_nothing_whatever_rows_they_are_of(target, drafter, size):
     expected, found = (drafter.roll(data, made)[:, LENGTH:] for made in (whole, parts))
     for row in range(3):
         assert int(parts.real[row].sum()) == len(rows[row])
-        torch.testing.assert_close(found[row, parts.real[row]], expected[row, whole.real[row]], rtol=1e-5, atol=1e-5)
+        assert_same(found[row, parts.real[row]], expected[row, whole.real[row]])
 
 
+@both_precisions
 def test_a_rollout_sees_the_text_up_to_its_anchor_and_no_other_rollout(target, drafter):
     tokens, place = sequences(3, LENGTH), 8
     data = batch(target, drafter, tokens)
@@ -103,11 +108,12 @@ def test_a_rollout_sees_the_text_up_to_its_anchor_and_no_other_rollout(target, d
     data.hidden[:, place + 1 :] = torch.randn_like(data.hidden[:, place + 1 :])
     data.tokens[:, place + 2 :] = 5
     after = drafter.roll(data, rolled([(5, 1), (place, 1), (place, 2)], 3))[:, LENGTH + 1 :]
-    torch.testing.assert_close(before, after, rtol=1e-6, atol=1e-6)
+    assert_same(before, after)
     data.hidden[:, place] = torch.randn_like(data.hidden[:, place])
     assert (drafter.roll(data, rolled([(5, 1), (place, 1), (place, 2)], 3))[:, LENGTH + 1 :] != after).any(-1).all()
 
 
+@both_precisions
 def test_true_pairs_are_eagle_3s(target):
     """Depth 1 of every rollout is EAGLE-3's first step; with one draft the losses are the same, too."""
     drafter = made(target, steps=1)
@@ -118,12 +124,13 @@ def test_true_pairs_are_eagle_3s(target):
     data = batch(target, drafter, tokens, supervised)
     for row in range(3):  # of several rows ours is the mean of each, times its tokens: here all count alike
         alone = part_of(data, slice(row, row + 1))
-        assert float(drafter.loss(alone).total) == pytest.approx(float(plain.loss(alone).total), rel=1e-5)
+        assert_same(drafter.loss(alone).total, float(plain.loss(alone).total))
         assert drafter.loss(alone).count == plain.loss(alone).count
     found = drafter.roll(data, rolled([(0, 1)], 3))[:, :LENGTH]
-    torch.testing.assert_close(found, plain.unroll(target, tokens, data.hidden)[0], rtol=1e-5, atol=1e-5)
+    assert_same(found, plain.unroll(target, tokens, data.hidden)[0])
 
 
+@both_precisions
 def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
     tokens, supervised = sequences(2, LENGTH), torch.zeros(2, LENGTH, dtype=torch.bool)
     supervised[0, 5:16] = supervised[1, 9:] = True
@@ -140,7 +147,7 @@ def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
             p = logits[row, anchor + depth + 1][drafter.token_ids].softmax(-1)
             losses.append(-float((p * q).sum()))
         total += int(supervised[row].sum()) * sum(losses) / len(losses)
-    assert float(found.total) == pytest.approx(total, rel=1e-4)
+    assert_same(found.total, total)
     assert int(found.metrics["loss_d1"][1]) == int(supervised.sum())
 
 
@@ -183,6 +190,7 @@ def test_without_drops_everything_is_drawn():
     assert masks == [(t, d) for t in range(12) for d in range(1, 4) if t + d < 12]
 
 
+@both_precisions
 def test_a_batch_can_be_put_together_in_any_way(target):
     assert_sum_of_rows(made(target).train(), target)
 
@@ -201,5 +209,6 @@ def test_rounds_at_temperature_0_can_be_told_from_the_text(target, written):
     assert out.stats.tau > 1.1 or written == ALL_TOKENS
 
 
+@both_precisions
 def test_no_mask_stays_in_the_cache(target, drafter):
     leaves_no_mask(drafter, target)

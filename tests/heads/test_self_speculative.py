@@ -16,6 +16,7 @@ from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig
 from outrider.heads.divergences import divergence
 from outrider.targets import PeakBytes, RaggedCache, RowLengths, Target
 
+from ..closeness import assert_same, both_precisions
 from ..decode.conftest import library_texts, random_prompts, scaled
 from ..decode.test_greedy_identity import make, with_adapter
 from .conftest import VOCAB, batch, made, sequences
@@ -98,6 +99,7 @@ def test_a_copied_output_embedding_has_the_targets_own_scaling(target, changes):
     assert torch.equal(own.output(hidden, target), shared.output(hidden, target))
 
 
+@both_precisions
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.inference_mode()
 def test_training_logits_are_the_decoders(architecture):
@@ -111,9 +113,10 @@ def test_training_logits_are_the_decoders(architecture):
         cache.advance(RowLengths.of([6] * 3, "cpu"))
         state = drafter.open(target, 3, 20, cache=cache)
         found = [state.prefill(tokens[:, 6])] + [state.decode(tokens[:, [i]])[:, 0] for i in range(7, 12)]
-        torch.testing.assert_close(torch.stack(found, 1), trained[:, 6:], rtol=1e-4, atol=1e-4)
+        assert_same(torch.stack(found, 1), trained[:, 6:])
 
 
+@both_precisions
 def test_without_a_lent_cache_it_keeps_one_of_its_own_and_drafts_the_same(target):
     drafter, tokens, roots = build(target), sequences(3, 12), torch.tensor([5, 6, 7])
     counts = RowLengths.of([12, 7, 1], "cpu")
@@ -125,10 +128,11 @@ def test_without_a_lent_cache_it_keeps_one_of_its_own_and_drafts_the_same(target
         state.update(tokens, None, counts)
     drafts = torch.tensor([[1, 2], [3, 4], [5, 6]])
     for read in (lambda s: s.prefill(roots), lambda s: s.decode(drafts, torch.tensor([[-1, -1]] * 3))):
-        torch.testing.assert_close(read(lent), read(alone), rtol=1e-4, atol=1e-4)
+        assert_same(read(lent), read(alone))
     assert (lent.caches(), len(alone.caches())) == ([], 1)
 
 
+@both_precisions
 @pytest.mark.parametrize("pruned", [0, 20])
 def test_the_loss_is_the_divergence_at_supervised_tokens(target, pruned):
     drafter, tokens = build(target, exit_layer=2, loss="forward_kl", draft_vocab_size=pruned), sequences(2, 8)
@@ -141,11 +145,11 @@ def test_the_loss_is_the_divergence_at_supervised_tokens(target, pruned):
     places = [(r, t) for r in range(2) for t in range(1, 8) if whole.supervised[r, t]]
     rule = divergence("forward_kl").parts[0][1]
     expected = sum(rule(p[r, t - 1].log_softmax(-1), q[r, t - 1].log_softmax(-1)).item() for r, t in places)
-    assert result.total.item() == pytest.approx(expected, rel=1e-4)
+    assert_same(result.total, expected)
     assert result.count.item() == len(places) == 8
     if not pruned:
         alphas = sum(torch.minimum(p[r, t - 1].softmax(-1), q[r, t - 1].softmax(-1)).sum().item() for r, t in places)
-        assert result.metrics["alpha_d1"][0].item() == pytest.approx(alphas, rel=1e-4)
+        assert_same(result.metrics["alpha_d1"][0], alphas)
 
 
 def test_no_layer_of_the_target_is_trained_and_all_of_the_exit_is(target):
@@ -288,7 +292,7 @@ def agree(cache: RaggedCache, drafted: list[Tensor], verified: list[Tensor], rea
         pairs = [(length, length), *((length + 1 + i, length + 1 + r) for i, r in nodes)]
         for before, after in zip(drafted, verified, strict=True):
             for place, origin in pairs:
-                torch.testing.assert_close(after[row, :, place], before[row, :, origin], rtol=1e-4, atol=1e-4)
+                assert_same(after[row, :, place], before[row, :, origin])
         count += len(pairs)
     return count
 

@@ -18,6 +18,7 @@ from outrider.heads.unrolled_attention import PackedRows, Span, attend, fused, p
 from outrider.targets import PeakBytes, Target
 from outrider.targets.sequence_packing import Documents
 
+from ..closeness import assert_same, both_precisions
 from .conftest import made
 
 ROWS, HEADS, LENGTH, SIZE = 3, 2, 70, 8
@@ -61,12 +62,13 @@ def gathered(
     return [found.detach(), *torch.autograd.grad((found * slope).sum(), inputs)]
 
 
+@both_precisions
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("begins", BEGINS.values(), ids=BEGINS)
-def test_values_and_gradients_are_the_plain_ones(begins, steps):
-    assert fused("cpu", torch.float32, SIZE) is not None, "else both are the same code"
+def test_values_and_gradients_are_the_plain_ones(begins, steps, precision):
+    assert fused("cpu", precision, SIZE) is not None, "else both are the same code"
     for found, expected in zip(gathered(attend, begins, steps), gathered(plain, begins, steps), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("begins", BEGINS.values(), ids=BEGINS)
@@ -118,10 +120,11 @@ def packed_inputs(steps: int) -> list[Tensor]:
     return [torch.randn(ROWS, HEADS, n, SIZE, generator=generator).requires_grad_() for n in lengths]
 
 
+@both_precisions
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_values_and_gradients_of_packed_rows_are_the_plain_ones(steps):
+def test_values_and_gradients_of_packed_rows_are_the_plain_ones(steps, precision):
     """Nothing is said of queries that stand in no text, but that they are finite."""
-    assert fused("cpu", torch.float32, SIZE) is not None, "else both are the same code"
+    assert fused("cpu", precision, SIZE) is not None, "else both are the same code"
     means = torch.zeros(ROWS, 1, KEPT, 1)
     for span in SPANS:
         means[span.row, :, span.queries] = 1
@@ -131,9 +134,10 @@ def test_values_and_gradients_of_packed_rows_are_the_plain_ones(steps):
         found = way(q, (keys, values), (), list(zip(own[::2], own[1::2], strict=True)), SPANS)
         assert bool(found.isfinite().all())
         both.append([found.detach() * means, *torch.autograd.grad((found * slope).sum(), tensors)])
-    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+    assert_same(*both)
 
 
+@both_precisions
 @pytest.mark.parametrize("window", [8, 20, 33, 69])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_values_and_gradients_within_a_window_are_the_plain_ones(steps, window):
@@ -147,17 +151,19 @@ def test_values_and_gradients_within_a_window_are_the_plain_ones(steps, window):
         tensors = q, keys, values, *own = packed_inputs(steps)
         found = way(q, (keys, values), (), list(zip(own[::2], own[1::2], strict=True)), SPANS, window) * means
         both.append([found.detach(), *torch.autograd.grad((found * slope).sum(), tensors)])
-    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+    assert_same(*both)
 
 
+@both_precisions
 @pytest.mark.parametrize("begins", BEGINS.values(), ids=BEGINS)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_whole_rows_have_windows_too(begins, steps):
     ways = (partial(way, window=12) for way in (attend, plain))
     for found, expected in zip(*(gathered(way, begins, steps) for way in ways), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert_same(found, expected)
 
 
+@both_precisions
 @pytest.mark.parametrize("way", [attend, plain])
 def test_what_lies_before_the_window_changes_nothing(way):
     """A query of a later step stands as many places later, and so does the first place that it attends to."""
@@ -173,9 +179,10 @@ def test_what_lies_before_the_window_changes_nothing(way):
         )
         gathered_values = torch.cat([values[0, :, first : place + 1], *(v[0, :, place, None] for _, v in own)], 1)
         expected = (scores * SIZE**-0.5).softmax(-1)[:, None] @ gathered_values
-        torch.testing.assert_close(found[0, :, place], expected[:, 0])
+        assert_same(found[0, :, place], expected[:, 0])
 
 
+@both_precisions
 @pytest.mark.parametrize("way", [attend, plain])
 def test_a_text_gathers_what_it_would_in_a_row_of_its_own(way):
     q, keys, values, key, value = packed_inputs(1)
@@ -185,7 +192,7 @@ def test_a_text_gathers_what_it_would_in_a_row_of_its_own(way):
         first = keys[row, :, span.entries], values[row, :, span.entries]
         own = key[row, :, span.queries], value[row, :, span.queries]
         alone = way(q[row, :, span.queries], first, (span.begin,), [own])
-        torch.testing.assert_close(packed[row, :, span.queries], alone, rtol=1e-5, atol=1e-6)
+        assert_same(packed[row, :, span.queries], alone)
 
 
 def test_later_steps_run_from_before_the_first_learned_token_of_each_text():
@@ -218,6 +225,7 @@ def learned(drafter: FeatureDrafter, data: TargetBatch) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, [p for p in drafter.parameters() if p.requires_grad])]
 
 
+@both_precisions
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("begins", [(0, 0), (30, 30), (8, 21)])
 @pytest.mark.parametrize("make", [eagle3, eagle1])
@@ -228,7 +236,7 @@ def test_a_head_learns_the_same_with_and_without_a_kernel(target, make, begins, 
     found = learned(drafter, data)
     monkeypatch.setattr(unrolled_attention, "fused", lambda *_: None)
     for fast, expected in zip(found, learned(drafter, data), strict=True):
-        torch.testing.assert_close(fast, expected, rtol=1e-4, atol=1e-5)
+        assert_same(fast, expected)
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -32,6 +32,7 @@ from outrider.heads.session import TreeMask
 from outrider.lab.cascade import Cascade, CascadeConfig
 from outrider.targets import Nodes, RowLengths, Target
 
+from ..closeness import assert_same, both_precisions
 from ..decode.conftest import blurred
 from ..decode.test_distribution import p_value
 from ..decode.test_rules import EXACT, SOURCES, Trees, bias, cut_to, enumerate_round, on_chain, places_of
@@ -87,6 +88,7 @@ def test_every_round_is_the_one_the_model_alone_would_have_had(target, model, sa
         assert both.rule == alone.rule
 
 
+@both_precisions
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @torch.inference_mode()
 def test_tokens_and_their_distributions_are_the_models(target, model, statistical, temperature):
@@ -108,7 +110,7 @@ def test_tokens_and_their_distributions_are_the_models(target, model, statistica
     assert not found[1].deterministic
     assert len(seen[0]) == len(seen[1]) == depth
     for one, other in zip(*seen, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert_same(one, other)
 
 
 def scripted(tokens: list[int]) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -171,7 +173,7 @@ def reads_on_as_fresh(session: Any, model: DraftModel, target: Target, texts: li
     """The model's next logits are those of one pass over the texts."""
     fresh, again = opened(model, target, texts), copy.deepcopy(session.model)
     root = torch.tensor([9, 8])
-    torch.testing.assert_close(again.prefill(root), fresh.prefill(root), rtol=1e-4, atol=1e-4)
+    assert_same(again.prefill(root), fresh.prefill(root))
 
 
 @torch.inference_mode()
@@ -188,6 +190,7 @@ def test_more_guesses_than_the_cache_has_room_for_are_not_read(target, model, mo
     assert state.model.cache.max_length == 37 + 64
 
 
+@both_precisions
 @torch.inference_mode()
 def test_logits_of_a_chain_read_at_once_are_those_of_one_token_at_a_time(target, model):
     """After the root, after a node in the middle and after a dead one, in ragged rows."""
@@ -205,7 +208,7 @@ def test_logits_of_a_chain_read_at_once_are_those_of_one_token_at_a_time(target,
             [first[1, 0], second[1, 0], second[1, 1], third[1, 0]],
         ][row]
         for one, other in zip(found, logits, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+            assert_same(one, other)
 
 
 def test_a_chain_of_nodes_is_what_growing_them_one_by_one_gives():

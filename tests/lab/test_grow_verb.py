@@ -11,6 +11,7 @@ from outrider.common.locks import lock_file
 from outrider.heads import Eagle3, Eagle3Config, load_drafter
 from outrider.targets import Target
 
+from ..closeness import assert_same, terms
 from ..scripts.conftest import Command, failed, succeeded
 
 SIZES = ["hidden_size=1024", "num_hidden_layers=13", "intermediate_size=768", "vocab_size=5000"]
@@ -31,7 +32,7 @@ def test_target_and_drafter_are_read_again_and_compute_the_same(outrider: Comman
     grown = Target.load(out, device="cpu")
     tokens = torch.tensor([embedded.require_tokenizer()("def add(first, second):")["input_ids"]])
     after, before = grown.forward(tokens).logits, embedded.forward(tokens).logits
-    torch.testing.assert_close(after[..., : embedded.vocab_size], before, rtol=0, atol=1e-4)
+    assert_same(after[..., : embedded.vocab_size], before, terms(grown.model), apart=5e-6)  # the epsilons of norms
     drafter = load_drafter(out / "drafter", grown)
     drafter.check(grown)
     assert drafter.output_ids is not None

@@ -20,6 +20,7 @@ from outrider.lab.uno import Uno, UnoConfig, linear_layers
 from outrider.targets import RowLengths, Target
 from outrider.targets.packed_weights import PackedWeight
 
+from ..closeness import assert_same, both_precisions
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from ..decode.test_greedy_identity import make
 from ..heads.conftest import VOCAB, batch, decoded_logits, entries_of, made, opened, sequences, told_from_text
@@ -63,6 +64,7 @@ def hooks(target: Target) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in target.model.modules())
 
 
+@both_precisions
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.inference_mode()
 def test_the_root_is_read_by_the_target_and_noise_by_the_changed_target(architecture):
@@ -75,14 +77,15 @@ def test_the_root_is_read_by_the_target_and_noise_by_the_changed_target(architec
             session = opened(drafter, target, [text[:-1]])
             first = session.prefill(torch.tensor(text[-1:]))
             found = torch.stack([first[0], *session.drafts.logits[0, 1:]])
-            torch.testing.assert_close(found, expected(drafter, target, text), rtol=1e-4, atol=1e-5)
+            assert_same(found, expected(drafter, target, text))
             own = target.forward(torch.tensor([text])).logits[0, -1]
-            torch.testing.assert_close(first[0], own, rtol=1e-5, atol=1e-5)
+            assert_same(first[0], own)
             assert float((found[1] - own).abs().max()) > 1e-2
     assert torch.equal(target.forward(torch.tensor(texts)).logits, before)
     assert hooks(target) == 0
 
 
+@both_precisions
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.inference_mode()
 def test_a_new_lora_changes_nothing_noise_says_what_the_target_says_there(architecture):
@@ -92,9 +95,10 @@ def test_a_new_lora_changes_nothing_noise_says_what_the_target_says_there(archit
     session.prefill(text[:, -1])
     noise = drafter.noise(text[:, -1:], LENGTH - 1 + torch.arange(1, STEPS)[None])
     own = target.forward(torch.cat([text, noise], 1)).logits[:, LENGTH - 1 :]
-    torch.testing.assert_close(session.drafts.logits, own, rtol=1e-5, atol=1e-5)
+    assert_same(session.drafts.logits, own)
 
 
+@both_precisions
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.inference_mode()
 def test_training_says_what_the_decoder_says(architecture):
@@ -109,7 +113,7 @@ def test_training_says_what_the_decoder_says(architecture):
     for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, STEPS)):
         for row, depth in product(range(3), range(STEPS)):
             trained = target.lm_head(states[row, entries[row][starts[row][number], depth]])
-            torch.testing.assert_close(logits[depth][row], trained, rtol=1e-4, atol=1e-5)
+            assert_same(logits[depth][row], trained)
 
 
 @pytest.mark.parametrize("written", [ALL_TOKENS, FEW_TOKENS], ids=["all tokens", "few tokens"])
@@ -166,7 +170,7 @@ def test_packed_weights_draft_the_same(target, monkeypatch):
         session.prefill(text[:, -1])
         assert len(products) == 4 * LAYERS + 1, "one for queries, keys and values, one for gate and up"
         found = expected(drafter, target, [*prompts[0], prompts[0][-1]])
-    torch.testing.assert_close(session.drafts.logits[0], found, rtol=1e-4, atol=1e-5)
+    assert_same(session.drafts.logits[0], found)
     assert hooks(target) == 0
 
 
@@ -197,6 +201,7 @@ def test_a_pass_that_fails_leaves_no_hooks(target):
     assert hooks(target) == 0
 
 
+@both_precisions
 def test_without_a_lent_cache_it_drafts_the_same(target):
     drafter, tokens, roots = build(target), sequences(3, 12), torch.tensor([5, 6, 7])
     counts = RowLengths.of([12, 7, 1], "cpu")
@@ -207,10 +212,11 @@ def test_without_a_lent_cache_it_drafts_the_same(target):
     for session in (own, on_loan):
         session.update(tokens, None, counts)
         session.prefill(roots)
-    torch.testing.assert_close(own.drafts.logits, on_loan.drafts.logits)
+    assert_same(own.drafts.logits, on_loan.drafts.logits)
     assert on_loan.caches() == []
 
 
+@both_precisions
 def test_the_targets_own_draft_is_always_accepted_and_the_others_weigh_alike(target):
     drafter, tokens = build(target, loss="forward_kl"), sequences(2, LENGTH)
     supervised = torch.zeros(2, LENGTH, dtype=torch.bool)
@@ -228,7 +234,7 @@ def test_the_targets_own_draft_is_always_accepted_and_the_others_weigh_alike(tar
                     p = logits[row, anchor + depth].softmax(-1)
                     losses.append(float((p * (p.log() - q)).sum()))
             total += int(supervised[row].sum()) * sum(losses) / len(losses)
-    assert float(found.total) == pytest.approx(total, rel=1e-4)
+    assert_same(found.total, total)
     assert tuple(map(float, found.metrics["alpha_d1"])) == (15, 15)
     assert "loss_d1" not in found.metrics
 
@@ -275,5 +281,5 @@ def test_peft_reads_a_lora_for_noise_as_it_drafts(target, tmp_path):
     target.forward(text, cache)
     with drafter.drafting(linear_layers(target), 1):
         own = target.forward(noise, cache, offset=3).logits
-    torch.testing.assert_close(own, changed, rtol=1e-4, atol=1e-4)
+    assert_same(own, changed)
     assert float((own - target.forward(noise, cache, offset=3).logits).abs().max()) > 0.1

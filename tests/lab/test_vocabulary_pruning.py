@@ -12,10 +12,12 @@ from outrider.heads.losses import compare
 from outrider.lab.vocabulary_pruning import measure_pruning, size_figures
 from outrider.targets import Target
 
+from ..closeness import assert_same, both_precisions
+
 VOCAB, SIZES = 64, [1, 16, 40, 64]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=2, vocab=VOCAB, initializer_range=0.6))
 
@@ -33,6 +35,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 COUNTS = torch.arange(VOCAB).roll(11)
 
 
+@both_precisions
 def test_sums_are_those_of_the_targets_distribution_position_by_position(target, batches):
     """Written out in double precision, without ranks, chunks or batches."""
     sums, counts = measure_pruning(target, batches, ranks(COUNTS), SIZES, chunk=5)
@@ -53,9 +56,10 @@ def test_sums_are_those_of_the_targets_distribution_position_by_position(target,
                     ]
             row += 1
     assert counts.tolist() == [8, 5, 8, 3, 8]
-    assert sums == pytest.approx(expected, abs=1e-5)
+    assert_same(sums.tolist(), expected.tolist())
 
 
+@both_precisions
 def test_what_is_lost_is_what_a_perfect_drafter_on_that_vocabulary_misses(target, batches):
     """A drafter that is the target renormalised on the kept tokens: its analytic alpha is 1 − lost, exactly."""
     sums, counts = measure_pruning(target, batches, ranks(COUNTS), [16])
@@ -68,9 +72,9 @@ def test_what_is_lost_is_what_a_perfect_drafter_on_that_vocabulary_misses(target
         alphas.append(alpha)
         agreed.append(top1)
     found = size_figures(sums, counts, [(16, "d", 0.5)])[0]
-    assert found.alpha_max.value == pytest.approx(float(torch.cat(alphas).mean()), abs=1e-6)
+    assert_same(found.alpha_max.value, torch.cat(alphas).mean())
     assert found.lost.value == pytest.approx(1 - found.alpha_max.value)
-    assert found.lost_greedy.value == pytest.approx(1 - float(torch.cat(agreed).mean()), abs=1e-6)
+    assert_same(found.lost_greedy.value, 1 - torch.cat(agreed).mean())
     assert found.lost.low < found.lost.value < found.lost.high
 
 

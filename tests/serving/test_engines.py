@@ -24,8 +24,6 @@ from outrider.common import BadInputError
 from outrider.distill import distill
 from outrider.eval.suites import load_suites
 from outrider.heads import load_drafter
-from outrider.lab.changepoint import WatchLimits
-from outrider.lab.watching import EngineWatch, WatchEvent, WatchState
 from outrider.pair import Pair, export_pair, new_pair
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
@@ -41,6 +39,9 @@ from ..conftest import place_of
 from ..formats.faults import FAULTS
 
 pytestmark = pytest.mark.served
+WatchLimits = pytest.importorskip("outrider.lab.changepoint").WatchLimits
+watching = pytest.importorskip("outrider.lab.watching")
+EngineWatch, WatchEvent, WatchState = watching.EngineWatch, watching.WatchEvent, watching.WatchState
 
 MENDED = Path(__file__).parent / "cured"
 # Faults with which the engine does not start, or stops, and what is said then.

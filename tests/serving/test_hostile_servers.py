@@ -1,11 +1,10 @@
-"""Whatever a server answers, `watch` and `served` end soon with one sentence, and no key or password goes anywhere."""
+"""Whatever a server answers, an engine's client ends soon with one sentence, and no key or password goes anywhere."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +12,6 @@ from typer.testing import CliRunner
 from outrider.common import BadInputError, http_client, runtime
 from outrider.common.http_client import AnswerLimits, ask
 from outrider.common.values import printable_urls
-from outrider.lab.watching import WatchEvent, post
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
 from outrider.serving import engine
@@ -56,26 +54,13 @@ def test_a_server_that_answers_as_it_should_is_understood(hostile: Hostile) -> N
     )
 
 
-def test_the_verbs_end_with_exit_code_2_and_the_first_bytes(hostile: Hostile, tmp_path: Path) -> None:
-    hostile.answers["/metrics"] = plain(b"\x1b[31mnonsense 1 2 3", "text/plain")
-    found = CliRunner().invoke(app, ["lab", "watch", hostile.url, "--once", "--state", str(tmp_path / "s.json")])
-    assert (found.exit_code, "nonsense" in found.output, "\x1b[31m" in found.output) == (2, True, False)
-
-
-def test_no_key_follows_a_redirect(hostile: Hostile, tmp_path: Path) -> None:
+def test_no_key_follows_a_redirect(hostile: Hostile) -> None:
     other = Hostile()
     location = f"{other.url.replace('127.0.0.1', 'u:s3cret@localhost')}/metrics?token=s3cret"
     for path in hostile.answers:
         hostile.answers[path] = f"HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode()
-    words = ["lab", "watch", hostile.url, "--once", "--state", str(tmp_path / "s.json"), "--key", "k3y"]
-    found = CliRunner().invoke(app, words)
-    assert found.exit_code == 2
-    assert "redirects to" in found.output
-    assert "s3cret" not in found.output
     with pytest.raises(BadInputError, match="redirects to"):
         Engine(hostile.url, "k3y").complete([1], 4)
-    alarm = WatchEvent(kind="alarm", url="http://engine", time="now")
-    assert "HTTP 302" in (post(f"{hostile.url}/metrics", alarm) or "")
     assert other.seen == []
     other.http.shutdown()
     other.http.server_close()
@@ -137,18 +122,16 @@ SECRET = [
 
 
 @pytest.mark.parametrize("url", SECRET)
-def test_no_secret_of_a_url_is_printed_or_stored(url: str, tmp_path: Path) -> None:
+def test_no_secret_of_a_url_is_printed(url: str) -> None:
     assert "s3cret" not in printable_urls(url)
     assert "127.0.0.1:9" in printable_urls(url)
     assert printable_urls("see http://h/v1;token=s3cret now") == "see http://h/v1 now"
-    state = tmp_path / "s.json"
     other = (["pair", "log", "--registry", url], ["plan", "embedded-eagle3", f"target.path={url}"])
-    for words in (["lab", "watch", url, "--once", "--state", str(state)], ["served", "x", "--url", url], *other):
+    for words in (["served", "x", "--url", url], *other):
         found = CliRunner().invoke(app, words)
         assert found.exit_code == 2
         assert "s3cret" not in found.output
         assert "127.0.0.1:9" in found.output
-    assert not state.exists()
     for override in (f"['{url}']", f"'{url}'", f"[{{url: '{url}', concurrency: many}}]", f"{'x' * 60} {url}"):
         with pytest.raises(BadInputError) as refused:
             load_recipe("embedded-eagle3", [f"data.servers={override}"])
@@ -178,11 +161,10 @@ def test_settings_of_the_environment_that_cannot_be_used_are_one_sentence(
     http_client._tls.cache_clear()
 
 
-def test_without_the_extra_the_verbs_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_verb_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "find_spec", lambda name: None)
-    for words in (["lab", "watch", "http://127.0.0.1:9", "--once"], ["served", "x", "--url", "http://127.0.0.1:9"]):
-        found = CliRunner().invoke(app, words)
-        assert (found.exit_code, "outrider[serving]" in found.output) == (2, True)
+    found = CliRunner().invoke(app, ["served", "x", "--url", "http://127.0.0.1:9"])
+    assert (found.exit_code, "outrider[serving]" in found.output) == (2, True)
 
 
 def test_what_is_within_the_limits_is_read_whole(hostile: Hostile) -> None:

@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from outrider.common import BadInputError
+from outrider.common.plugins import plugin
 from outrider.common.server_process import python_of
 from outrider.common.signals import stoppable
 from outrider.decode import Decoder, Plan, Round, Sampling
@@ -23,7 +24,6 @@ from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import make_suite
 from outrider.heads import DFlash, DFlashConfig, Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, NgramConfig
 from outrider.heads.base import TargetBatch
-from outrider.lab.planted_faults import BLOCK_HYPOTHESES, HYPOTHESES
 from outrider.pair import Pair, export_pair, new_pair, verify
 from outrider.recipes import Recipe
 from outrider.scripts.cli import app
@@ -49,9 +49,13 @@ from outrider.serving.reference_run import (
 from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 
+from ..closeness import assert_same
 from ..forked import Forked
 from .conftest import Server, answer
 from .small_engine import TOKENS
+
+# The lab's, which may be missing.
+HYPOTHESES, BLOCK_HYPOTHESES = (plugin("mistakes", name) or {} for name in ("eagle3", "dflash"))
 
 TEXTS = ["def add(first, second):", "for name in sorted(names):\n", "The target verifies", "class Stack:\n    def"]
 TRIAL = Trial(temperatures=(0.0,), depth=3, max_new_tokens=24)
@@ -184,7 +188,7 @@ def test_the_target_says_how_sure_it_is_and_how_probable_texts_are(tiny_target):
     (text,) = Decoder(tiny_target).generate([prompt], 4, plan=Plan(depth=0), ignore_eos=True).tokens
     logits = tiny_target.forward(torch.tensor([prompt + text])).logits[0]
     first, second = logits[4].topk(2).values.tolist()
-    assert margin_at(tiny_target, prompt, text, 2) == pytest.approx(first - second, abs=1e-5)
+    assert_same(margin_at(tiny_target, prompt, text, 2), first - second, scale=abs(first))
 
     def far(temperature: float) -> float:
         """Return how many standard deviations draws at a temperature are off."""

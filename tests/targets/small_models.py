@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.targets import PeakBytes, RowLengths, Target
 
+from ..closeness import assert_same
+
 VOCAB = 64
 SIZES = {
     "vocab_size": VOCAB,
@@ -43,14 +45,14 @@ def prefilled(target: Target, lengths: list[int], max_length: int) -> tuple[Any,
     return cache, prompt
 
 
-def require_librarys(logits: Tensor, target: Target, texts: list[list[int]], new: Tensor, tolerance: float) -> None:
+def require_librarys(logits: Tensor, target: Target, texts: list[list[int]], new: Tensor) -> None:
     """Logits `[B, Q, V]` of `new` tokens after each text are those of the library, which reads the whole text alone."""
     for row, text in enumerate(texts):
         expected = target.model(torch.tensor([text + new[row].tolist()])).logits[0, len(text) :]
-        torch.testing.assert_close(logits[row], expected, rtol=tolerance, atol=tolerance)
+        assert_same(logits[row], expected)
 
 
-def require_offsets(target: Target, length: int, kept: list[int], tolerance: float, again_from: int = 0) -> None:
+def require_offsets(target: Target, length: int, kept: list[int], again_from: int = 0) -> None:
     """Passes from the last entry (offset −1), or after an uncommitted one (1), give what one pass over all does."""
     text, cache = tokens(2, length + 3), target.new_cache(2, 20)
     target.forward(text[:, :length], cache)
@@ -60,8 +62,8 @@ def require_offsets(target: Target, length: int, kept: list[int], tolerance: flo
     after = target.forward(text[rows, starts + 1], cache, offset=1).logits
     for row, n in enumerate(kept):
         expected = target.model(text[row : row + 1, : n + 2]).logits[0, n - 1 :]
-        torch.testing.assert_close(again[row, again_from:], expected[again_from:2], rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(after[row, 0], expected[2], rtol=tolerance, atol=tolerance)
+        assert_same(again[row, again_from:], expected[again_from:2])
+        assert_same(after[row, 0], expected[2])
 
 
 @contextmanager

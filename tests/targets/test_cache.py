@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from outrider.common import IncompatibleError
 from outrider.targets import Nodes, RaggedCache, RowLengths, Target
 
+from ..closeness import assert_same, both_precisions
 from .small_models import VOCAB, allocated, prefilled, require_librarys, require_offsets, small_model, tokens
 
 
@@ -26,10 +27,11 @@ def compare(cache: RaggedCache, target: Target, texts: list[list[int]]) -> None:
         expected = DynamicCache(config=target.config)
         target.model(torch.tensor([text]), past_key_values=expected)
         for ours, theirs in zip(cache.layers, expected.layers, strict=True):
-            torch.testing.assert_close(ours.keys[row, :, : len(text)], theirs.keys[0], rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(ours.values[row, :, : len(text)], theirs.values[0], rtol=1e-4, atol=1e-5)
+            assert_same(ours.keys[row, :, : len(text)], theirs.keys[0])
+            assert_same(ours.values[row, :, : len(text)], theirs.values[0])
 
 
+@both_precisions
 def test_ragged_passes_equal_the_librarys_cache_of_each_row(target):
     """A prefill and five passes that commit different counts per row, drafts of the others thrown away."""
     lengths = [5, 1, 3]
@@ -37,13 +39,14 @@ def test_ragged_passes_equal_the_librarys_cache_of_each_row(target):
     texts = [prompt[row, :n].tolist() for row, n in enumerate(lengths)]
     for number, counts in enumerate([[1, 4, 2], [4, 4, 4], [1, 1, 1], [2, 3, 1], [1, 4, 4]]):
         new = tokens(3, 4, seed=number + 1)
-        require_librarys(target.forward(new, cache).logits, target, texts, new, 1e-4)
+        require_librarys(target.forward(new, cache).logits, target, texts, new)
         cache.advance(RowLengths.of(counts, "cpu"))
         texts = [text + new[row, :n].tolist() for row, (text, n) in enumerate(zip(texts, counts, strict=True))]
     assert cache.host_lengths == cache.lengths.tolist() == [len(t) for t in texts]
     compare(cache, target, texts)
 
 
+@both_precisions
 def test_selected_rows_keep_their_entries_in_the_asked_order(target):
     cache, prompt = prefilled(target, [2, 6, 4, 1], 20)
     cache.select([2, 0])
@@ -52,9 +55,10 @@ def test_selected_rows_keep_their_entries_in_the_asked_order(target):
     assert cache.host_lengths == cache.lengths.tolist() == [4, 2]
     compare(cache, target, texts)
     new = tokens(2, 2, seed=9)
-    require_librarys(target.forward(new, cache).logits, target, texts, new, 1e-4)
+    require_librarys(target.forward(new, cache).logits, target, texts, new)
 
 
+@both_precisions
 def test_a_copy_goes_its_own_way(target):
     """Prompts that begin alike may share a cache's beginning by copying it."""
     cache, texts = prefilled(target, [5, 3], 16)
@@ -75,9 +79,10 @@ def test_nothing_is_committed_until_it_is_advanced(target):
     assert torch.equal(target.forward(tokens(2, 2, seed=3), cache).logits, clean)
 
 
+@both_precisions
 @pytest.mark.parametrize("lengths", [[3, 3], [1, 1], [3, 1]])
 def test_a_pass_can_start_before_or_after_the_committed_entries(target, lengths):
-    require_offsets(target, 3, lengths, 1e-4)
+    require_offsets(target, 3, lengths)
 
 
 # Per row the parents of six nodes after a root; both rows have a path of three.
@@ -100,6 +105,7 @@ def tree() -> tuple[list[list[list[int]]], Nodes]:
     return paths, Nodes(depths, sees)
 
 
+@both_precisions
 @pytest.mark.parametrize("lengths", [[4, 4], [5, 2]], ids=["even", "ragged"])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("split", [7, 3], ids=["at once", "in two passes"])
@@ -122,13 +128,13 @@ def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, s
         for node, path in enumerate(paths[row]):
             text = prompt[row, : lengths[row]].tolist() + new[row, path].tolist()
             expected = target.model(torch.tensor([text])).logits[0, -1]
-            torch.testing.assert_close(found[row, node], expected, rtol=1e-4, atol=1e-4)
+            assert_same(found[row, node], expected)
     kept = [paths[0][4], paths[1][6]]  # a path of four entries, and one of two
     cache.keep(torch.tensor([kept[0], [*kept[1], -1, -1]]))
     cache.advance(RowLengths.of([4, 2], "cpu"))
     texts = [prompt[row, : lengths[row]].tolist() + new[row, kept[row]].tolist() for row in range(2)]
     behind = tokens(2, 2, seed=8)
-    require_librarys(target.forward(behind, cache).logits, target, texts, behind, 1e-4)
+    require_librarys(target.forward(behind, cache).logits, target, texts, behind)
 
 
 def test_visibility_is_causal_per_row():

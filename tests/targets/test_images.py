@@ -17,12 +17,14 @@ from outrider.targets import Target
 from outrider.targets import images as module
 from outrider.targets.images import ImageReader, ImageSource, PromptImage, images_in, insert_images
 
+from ..closeness import assert_same, both_precisions
 from ..conftest import make_llama
 
 pytest.importorskip("PIL")
 from .image_models import FAMILIES, data_url, png, prompt_of, save_target, target_for
 
 
+@both_precisions
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_loaded_target_sees_what_one_in_memory_does(family: str, tmp_path: Path) -> None:
     own, loaded = target_for(family), Target.load(save_target(family, tmp_path), device="cpu")
@@ -32,9 +34,10 @@ def test_a_loaded_target_sees_what_one_in_memory_does(family: str, tmp_path: Pat
     states = [
         each.forward(torch.tensor([tokens]), images=each.image_inputs(tokens, images)).logits for each in (own, loaded)
     ]
-    torch.testing.assert_close(*states)
+    assert_same(*states)
 
 
+@both_precisions
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_of_a_prompt_with_images_are_the_librarys(family: str) -> None:
     """At all taps, as a training reads them; and they depend on the image.
@@ -56,8 +59,8 @@ def test_hidden_states_of_a_prompt_with_images_are_the_librarys(family: str) -> 
             states[tap] = states[tap].clone()
             # By image; up to 5.17 the library has all images' rows in one tensor.
             states[tap][0, places] += torch.cat(list(added)).view(-1, target.hidden_size)
-    torch.testing.assert_close(out.hidden, torch.stack(states, 2))
-    torch.testing.assert_close(out.logits, expected.logits)
+    assert_same(out.hidden, torch.stack(states, 2))
+    assert_same(out.logits, expected.logits)
     _, others = prompt_of(target, [png(seed=3), png(seed=2, width=180)])
     other = target.forward(torch.tensor([tokens]), images=target.image_inputs(tokens, others)).logits
     assert not torch.allclose(out.logits[:, -1], other[:, -1], atol=1e-3)

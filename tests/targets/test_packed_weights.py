@@ -21,6 +21,8 @@ from outrider.targets import Target, split_attention
 from outrider.targets.fast import select
 from outrider.targets.packed_weights import PackedLinear, PackedWeight
 
+from ..closeness import assert_same
+
 NO_BFLOAT16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no products of bfloat16"
 )
@@ -51,12 +53,11 @@ def target(tiny_llama) -> Target:
 def test_a_packed_product_is_the_plain_one_and_follows_its_weight(dtype):
     linear = nn.Linear(48, 40).to(dtype).requires_grad_(False)
     layer, x = PackedLinear.of(linear), torch.randn(2, 70, 48).to(dtype)
-    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
     with torch.no_grad():
         for count in (1, 5, 70):
-            torch.testing.assert_close(layer(x[:, :count]), linear(x[:, :count]), **near)
+            assert_same(layer(x[:, :count]), linear(x[:, :count]), 48)
         linear.weight.mul_(2)
-        torch.testing.assert_close(layer(x[:, :2]), linear(x[:, :2]), **near)
+        assert_same(layer(x[:, :2]), linear(x[:, :2]), 48)
     linear.requires_grad_(True)
     layer(x[:, :2]).sum().backward()
     assert linear.weight.grad is not None, "training reads the weight itself"
@@ -89,15 +90,14 @@ def test_layers_on_one_input_are_one_product(tiny_llama, dtype, bias, monkeypatc
     made = PackedWeight.product
     monkeypatch.setattr(PackedWeight, "product", lambda self, *call: products.append(self) or made(self, *call))
     x, other = torch.randn(2, 1, 3, target.hidden_size).to(dtype)
-    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
     with torch.inference_mode():
         for read in ((x, x, x), (x, other, x)):
             for name, given in zip(("q_proj", "k_proj", "v_proj"), read, strict=True):
-                torch.testing.assert_close(getattr(packed, name)(given), getattr(attention, name)(given), **near)
+                assert_same(getattr(packed, name)(given), getattr(attention, name)(given), target.hidden_size)
         assert len(products) == 3
         attention.k_proj.weight.mul_(2)
         packed.q_proj(x)
-        torch.testing.assert_close(packed.k_proj(x), attention.k_proj(x), **near)
+        assert_same(packed.k_proj(x), attention.k_proj(x), target.hidden_size)
         products.clear()
         Decoder(target).generate(PROMPTS[:1], 3, plan=Plan(0))
     assert len({id(product) for product in products}) == 5, "of four products and the output embedding"
@@ -128,9 +128,9 @@ def test_rows_of_a_draft_vocabulary_are_packed_once_and_follow_the_output_embedd
     assert isinstance(rows, PackedLinear)
     assert target.packed.rows(head, ids) is rows
     with torch.no_grad():
-        torch.testing.assert_close(kept_head(target, ids)(hidden), head(hidden)[:, ids], rtol=1e-5, atol=1e-5)
+        assert_same(kept_head(target, ids)(hidden), head(hidden)[:, ids], target.hidden_size)
         head.weight.mul_(2)
-        torch.testing.assert_close(kept_head(target, ids)(hidden), head(hidden)[:, ids], rtol=1e-5, atol=1e-5)
+        assert_same(kept_head(target, ids)(hidden), head(hidden)[:, ids], target.hidden_size)
     assert target.packed.rows(head, ids) is not rows
 
 

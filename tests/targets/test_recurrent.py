@@ -14,6 +14,7 @@ from outrider.common import IncompatibleError
 from outrider.targets import Nodes, RowLengths, Target
 from outrider.targets.recurrent import MODELS, UNREAD, RecurrentCache
 
+from ..closeness import assert_same, both_precisions
 from .conftest import edit
 from .small_models import SIZES, allocated, prefilled, require_librarys, require_offsets, small_model, tokens
 
@@ -114,13 +115,14 @@ def check(cache: RecurrentCache, target: Target, texts: list[list[int]]) -> None
         read = cache.read[row]
         assert read <= len(text)
         if read >= 4:  # the library keeps no zeros in front of shorter texts
-            torch.testing.assert_close(own(cache, row), states(target, text[:read]), rtol=1e-4, atol=1e-4)
+            assert_same(own(cache, row), states(target, text[:read]))
 
 
 def test_every_model_that_is_let_through_is_in_the_table():
     assert set(KINDS) == set(MODELS)
 
 
+@both_precisions
 @pytest.mark.parametrize("kind", KINDS)
 def test_rejected_drafts_leave_no_trace(kind):
     """Prompts are ragged, and each row keeps some of a pass: logits and states are the library's of the text alone."""
@@ -131,11 +133,11 @@ def test_rejected_drafts_leave_no_trace(kind):
     texts = [prompt[row, :n].tolist() for row, n in enumerate(lengths)]
     for row, text in enumerate(texts):
         expected = target.model(torch.tensor([text])).logits[0, -1]
-        torch.testing.assert_close(first[row, 0], expected, rtol=1e-3, atol=1e-3)
+        assert_same(first[row, 0], expected)
     generator, behind = torch.Generator().manual_seed(5), 0
     for number in range(12):
         new = tokens(4, 5, seed=number + 1)
-        require_librarys(target.forward(new, cache).logits, target, texts, new, 1e-3)
+        require_librarys(target.forward(new, cache).logits, target, texts, new)
         counts = [5] * 4 if number == 7 else torch.randint(1, 6, (4,), generator=generator).tolist()
         cache.advance(RowLengths.of(counts, "cpu"))
         texts = [text + new[row, :n].tolist() for row, (text, n) in enumerate(zip(texts, counts, strict=True))]
@@ -155,6 +157,7 @@ def test_a_row_that_keeps_everything_reads_nothing_twice():
     assert cache.read == cache.host_lengths == [16, 16]
 
 
+@both_precisions
 def test_a_row_far_behind_is_brought_up_by_passes_of_its_own():
     """After ragged prompts the states hold nothing at first: padding was read after the shorter ones."""
     target, lengths = make("qwen3_next"), [60, 20, 40]
@@ -177,10 +180,11 @@ def test_a_full_row_leaves_room_for_what_others_read_again():
     assert cache.read == [45, 30]
 
 
+@both_precisions
 @pytest.mark.parametrize("lengths", [[6, 6], [6, 3]])
 def test_a_pass_can_start_before_or_after_the_committed_entries(lengths):
     """A draft model's passes do so; of the tokens that are read again, the logits of the last one count."""
-    require_offsets(make("qwen3_next"), 6, lengths, 1e-3, again_from=1)
+    require_offsets(make("qwen3_next"), 6, lengths, again_from=1)
 
 
 def test_what_a_pass_left_behind_is_not_taken_up_later():
@@ -193,6 +197,7 @@ def test_what_a_pass_left_behind_is_not_taken_up_later():
     assert cache.read == [6]
 
 
+@both_precisions
 def test_taps_are_those_of_the_text():
     target, lengths, new = make("qwen3_next"), [30, 4], tokens(2, 3, seed=1)
     cache, prompt = prefilled(target, lengths, 60)
@@ -200,9 +205,10 @@ def test_taps_are_those_of_the_text():
     for row, n in enumerate(lengths):
         text = torch.cat([prompt[row : row + 1, :n], new[row : row + 1]], 1)
         expected = target.forward(text, taps=(0, 2, 4)).hidden[0, -3:]
-        torch.testing.assert_close(found[row], expected, rtol=1e-3, atol=1e-3)
+        assert_same(found[row], expected)
 
 
+@both_precisions
 def test_selected_rows_keep_their_states_in_the_asked_order():
     target = make("qwen3_next")
     cache, prompt = prefilled(target, [20, 26, 4, 9], 50)
@@ -212,7 +218,7 @@ def test_selected_rows_keep_their_states_in_the_asked_order():
     texts = [prompt[2, :4].tolist() + more[2, :1].tolist(), prompt[0, :20].tolist() + more[0].tolist()]
     check(cache, target, texts)
     new = tokens(2, 2, seed=9)
-    require_librarys(target.forward(new, cache).logits, target, texts, new, 1e-3)
+    require_librarys(target.forward(new, cache).logits, target, texts, new)
 
 
 def test_a_cache_that_was_reset_is_a_new_one():

@@ -13,9 +13,11 @@ from outrider.heads import Eagle3, Eagle3Config
 from outrider.targets import Target, load_causal_lm, split_attention
 from outrider.targets.cache_and_masks import float_mask
 
+from ..closeness import assert_same, both_precisions, precisions
 from ..conftest import few
 from .small_models import NO_IDS, small_model
 
+SIZE, ROUNDINGS = 16, 3  # of heads; to half precision: of scores, of their weights and of what they mix
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 PLANS = [Plan(3), Plan(tree=Tree((-1, -1, 0, 0, 1, 2)))]
 
@@ -30,38 +32,38 @@ def library(query, keys, values, mask=None):
     return torch.nn.functional.scaled_dot_product_attention(query, *repeated, mask).transpose(1, 2)
 
 
+@both_precisions
 @pytest.mark.parametrize(
     ("rows", "group", "shared", "queries", "length"), list(product((1, 3), (1, 4), (1, 2), (1, 5), (64, 128)))
 )
 def test_split_attention_equals_the_librarys(many_parts, rows, group, shared, queries, length):
     """Over a part of a longer store, with masks that leave whole parts, and the end, unseen."""
     torch.manual_seed(rows)
-    keys, values = torch.randn(2, rows, shared, length + 40, 16)[:, :, :, :length]
-    query = torch.randn(rows, group * shared, queries, 16)
+    keys, values = torch.randn(2, rows, shared, length + 40, SIZE)[:, :, :, :length]
+    query = torch.randn(rows, group * shared, queries, SIZE)
     seen = (torch.rand(rows, 1, queries, length) < 0.3) & (torch.arange(length) < length // 2)
     seen[..., 3] = True
     mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
     assert split_attention.num_parts(rows * shared, length) == length // 16
     found, _ = split_attention.split_attention(torch.nn.Module(), query, keys, values, mask)
-    torch.testing.assert_close(found, library(query, keys, values, mask), rtol=1e-5, atol=1e-6)
+    assert_same(found, library(query, keys, values, mask), SIZE + length)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@precisions(torch.float64, torch.float32, torch.bfloat16)
 @pytest.mark.parametrize(("rows", "group", "queries"), list(product((1, 3), (1, 4), (1, 5))))
-def test_attention_of_folded_heads_equals_the_librarys(rows, group, queries, dtype):
+def test_attention_of_folded_heads_equals_the_librarys(rows, group, queries, precision):
     """With masks that differ by row and query; one query also without."""
     torch.manual_seed(rows)
-    keys, values = torch.randn(2, rows, 2, 70, 16, dtype=dtype)[:, :, :, :37]
-    query = torch.randn(rows, group * 2, queries, 16, dtype=dtype)
+    keys, values = torch.randn(2, rows, 2, 70, SIZE, dtype=precision)[:, :, :, :37]
+    query = torch.randn(rows, group * 2, queries, SIZE, dtype=precision)
     seen = torch.rand(rows, 1, queries, 37) < 0.3
     seen[..., 3] = True
-    for mask in (float_mask(seen[:, 0], dtype), None):
+    for mask in (float_mask(seen[:, 0], precision), None):
         if mask is None and queries > 1:
             continue
         found, _ = split_attention.folded_attention(torch.nn.Module(), query, keys, values, mask)
         expected = library(query.double(), keys, values, None if mask is None else mask.double())
-        near = {"rtol": 0, "atol": 2e-2 if dtype == torch.bfloat16 else 1e-5}
-        torch.testing.assert_close(found.double(), expected, **near)
+        assert_same(found, expected, SIZE + 37, roundings=ROUNDINGS)
 
 
 @pytest.mark.parametrize(
@@ -85,17 +87,17 @@ def efficient_kernel(query, key, value, mask, scale):
 
 
 @pytest.mark.parametrize("seen", [1, 20, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_in_which_nothing_is_seen_weigh_nothing_on_a_gpu(monkeypatch, seen, dtype):
+@precisions(torch.float64, torch.float32, torch.bfloat16)
+def test_parts_in_which_nothing_is_seen_weigh_nothing_on_a_gpu(monkeypatch, seen, precision):
     """With low scores, beside which a part that counts as e⁰ would be most of the sum."""
     torch.manual_seed(0)
-    keys, values = torch.randn(2, 1, 2, 1536, 16, dtype=dtype)
+    keys, values = torch.randn(2, 1, 2, 1536, SIZE, dtype=precision)
     query = -4 * keys[:, :, :1].repeat_interleave(4, 1)
-    mask = float_mask((torch.arange(1536) < seen)[None, None], dtype)
+    mask = float_mask((torch.arange(1536) < seen)[None, None], precision)
     monkeypatch.setattr(split_attention, "attend", efficient_kernel)
     found, _ = split_attention.split_attention(torch.nn.Module(), query, keys, values, mask)
     expected = library(query.double(), keys[:, :, :seen], values[:, :, :seen])
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert_same(found, expected, SIZE + 1536, roundings=ROUNDINGS)
 
 
 def test_whoever_leaves_last_puts_the_choice_of_kernels_back():
@@ -200,7 +202,6 @@ def test_split_attention_on_a_gpu(dtype, seen, length):
     module.num_key_value_groups = 4  # the library repeats keys by it, where they cannot be cut
     found, _ = split_attention.split_attention(module, query, keys, values, mask)
     expected = library(query.double(), keys, values, mask.double())
-    close = {"rtol": 1e-2, "atol": 2e-2 if dtype == torch.bfloat16 else 1e-4}
-    torch.testing.assert_close(found.double(), expected, **close)
+    assert_same(found, expected, 128 + length, roundings=ROUNDINGS)
     of_heads = split_attention.fold_heads(query, keys, values, mask > mask.min()).transpose(1, 2)
-    torch.testing.assert_close(of_heads.double(), expected, **close)
+    assert_same(of_heads, expected, 128 + length, roundings=ROUNDINGS)

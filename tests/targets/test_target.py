@@ -17,6 +17,7 @@ from outrider.common import BadInputError, IncompatibleError, refuse_unknown_key
 from outrider.targets import Backbone, Fingerprint, RowLengths, Target, load_causal_lm
 from outrider.targets.cache_and_masks import attention_masks
 
+from ..closeness import assert_same, both_precisions
 from .conftest import keep_in_cache
 from .small_models import NO_IDS, SIZES, VISION, small_model, tokens
 
@@ -48,17 +49,18 @@ def test_taps_are_the_librarys_hidden_states(kind):
             assert torch.equal(hidden[:, :, i], expected[tap]), tap
 
 
+@both_precisions
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_librarys(kind):
     target = make(kind)
     expected = target.model(tokens()).logits
     out = target.forward(tokens())
-    torch.testing.assert_close(out.logits, expected)
-    torch.testing.assert_close(target.lm_head(out.last), expected)
+    assert_same(out.logits, expected)
+    assert_same(target.lm_head(out.last), expected)
     some = torch.tensor([5, 0, 40])
-    torch.testing.assert_close(target.lm_head(out.last, some), expected[..., some])
+    assert_same(target.lm_head(out.last, some), expected[..., some])
     at = torch.tensor([[1], [6]])
-    torch.testing.assert_close(target.forward(tokens(), at=at).logits[:, 0], expected[[0, 1], [1, 6]])
+    assert_same(target.forward(tokens(), at=at).logits[:, 0], expected[[0, 1], [1, 6]])
     assert target.forward(tokens(), logits=False).logits is None
     assert target.forward(tokens()).hidden is None
 
@@ -103,6 +105,7 @@ def test_taps_of_layers_that_hand_on_several_streams_are_refused():
         target.forward(tokens(), taps=(1, 2))
 
 
+@both_precisions
 def test_taps_with_a_cache_are_those_of_the_whole_text(tiny_target):
     text = tokens(2, 9)
     whole = tiny_target.forward(text, taps=(0, 3, 6)).hidden
@@ -110,7 +113,7 @@ def test_taps_with_a_cache_are_those_of_the_whole_text(tiny_target):
     first = tiny_target.forward(text[:, :5], cache, taps=(0, 3, 6)).hidden
     cache.advance(RowLengths.of([5, 5], "cpu"))
     second = tiny_target.forward(text[:, 5:], cache, taps=(0, 3, 6)).hidden
-    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=1e-4)
+    assert_same(torch.cat([first, second], 1), whole)
 
 
 def test_taps_of_a_pass_are_not_left_over_from_another(tiny_target):
@@ -121,6 +124,7 @@ def test_taps_of_a_pass_are_not_left_over_from_another(tiny_target):
     assert torch.equal(tiny_target.forward(tokens(), taps=(1, 3)).hidden, expected)
 
 
+@both_precisions
 def test_a_backbone_can_read_embeddings_where_a_model_has_none_of_its_own(tiny_llama):
     """A drafter's layers run on a cache of their own, and give what they give in one piece."""
     body = tiny_llama(layers=3).model
@@ -133,7 +137,7 @@ def test_a_backbone_can_read_embeddings_where_a_model_has_none_of_its_own(tiny_l
     first, _ = backbone.run(embedded[:, :5], cache)
     cache.advance(RowLengths.of([5, 5], "cpu"))
     second, hidden = backbone.run(embedded[:, 5:], cache, taps=(3,))
-    torch.testing.assert_close(torch.cat([first, second], 1), expected, rtol=1e-4, atol=1e-4)
+    assert_same(torch.cat([first, second], 1), expected)
     assert torch.equal(hidden[:, :, 0], second)
 
 
@@ -150,14 +154,15 @@ def test_a_config_whose_first_pass_fails_is_refused():
         Target(small_model("qwen3_moe", **sizes)).cache_layout()
 
 
+@both_precisions
 def test_a_peft_wrapper_is_looked_through():
     plain = make("llama")
     model = get_peft_model(plain.model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False))
     target = Target(model.eval())
     out = target.forward(tokens(), taps=(0, 4))
     expected = model(tokens(), output_hidden_states=True)
-    torch.testing.assert_close(out.logits, expected.logits)
-    torch.testing.assert_close(out.hidden[:, :, 1], expected.hidden_states[4])
+    assert_same(out.logits, expected.logits)
+    assert_same(out.hidden[:, :, 1], expected.hidden_states[4])
     assert (target.vocab_size, target.num_layers, target.hidden_size) == (64, 4, 32)
 
 
@@ -226,11 +231,12 @@ def adapter(tiny_target, tmp_path):
     return tmp_path / "lora"
 
 
+@both_precisions
 def test_an_adapter_is_merged_on_loading(tiny_target, saved, adapter):
     torch.manual_seed(0)
     expected = with_adapter(tiny_target)(tokens()).logits
     loaded = Target.load(saved, adapter=adapter, device="cpu")
-    torch.testing.assert_close(loaded.forward(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+    assert_same(loaded.forward(tokens()).logits, expected)
     assert loaded.fingerprint().digest != tiny_target.fingerprint().digest
     assert any("weights" in line for line in loaded.fingerprint().differences(tiny_target.fingerprint()))
     with pytest.raises(BadInputError, match=r"no adapter at '.*nothing': the folder does not exist"):

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from outrider.common import digests
-from outrider.heads import DrafterLoss, Eagle3, drafter_config, load_drafter
+from outrider.distill.features import PRECISIONS, Precision
+from outrider.heads import DrafterLoss, Eagle3, drafter_config
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import TrainResult, train
 from outrider.train import __main__ as entry
 from outrider.train import checkpoints as folders
 
+from ..closeness import assert_same, computing_in
 from ..forked import Forked
 
 MakeRecipe = Callable[..., Recipe]
@@ -103,18 +108,35 @@ def halved(whole: TrainResult, *lost: str) -> None:
         shutil.rmtree(half / name)
 
 
+@contextmanager
+def trainings_in_float64() -> Iterator[None]:
+    """Let trainings be of float64, states that are stored included."""
+    with pytest.MonkeyPatch.context() as patch, computing_in(torch.float64):
+        patch.setitem(PRECISIONS, "float64", Precision("float64", torch.float64))
+        yield
+
+
+@contextmanager
+def in_float64(target: Target) -> Iterator[Target]:
+    """Let trainings be of float64: give the same target in it."""
+    doubled = Target(copy.deepcopy(target.model).double(), target.tokenizer)
+    doubled.fingerprint = target.fingerprint  # type: ignore[method-assign] # which has the same numbers
+    with trainings_in_float64():
+        yield doubled
+
+
 def train_alike(
-    one: Recipe,
-    others: Sequence[Recipe],
-    target: Target,
-    rel: float = 1e-5,
-    start: Callable[[Recipe, Target], Any] = train,
+    one: Recipe, others: Sequence[Recipe], target: Target, start: Callable[[Recipe, Target], Any] = train
 ) -> None:
-    """Train here, and the others as `start` does: all losses are the same."""
-    train(one, target)
-    for made in others:
-        start(made, target)
-        assert losses(made) == pytest.approx(losses(one), rel=rel)
+    """Train here, and the others as `start` does: all losses are the same.
+
+    In float64: what an optimizer makes of a difference has no bound that could be told.
+    """
+    with in_float64(target) as doubled:
+        train(one, doubled)
+        for made in others:
+            start(made, doubled)
+            assert_same(losses(made), losses(one))
 
 
 def train_in_two(recipe: Recipe, target: Target | None = None) -> None:
@@ -123,9 +145,11 @@ def train_in_two(recipe: Recipe, target: Target | None = None) -> None:
     debug_launcher(train, (recipe, target), num_processes=2)
 
 
-def drafters_are_close(one: Recipe, other: Recipe, atol: float = 1e-4) -> bool:
-    ours, theirs = (load_drafter(made.output_folder / "drafter").state_dict() for made in (one, other))
-    return all(torch.allclose(ours[name].float(), theirs[name].float(), atol=atol) for name in ours)
+def require_same_drafter(one: Recipe, other: Recipe) -> None:
+    """Two trainings of `in_float64` have left the same weights."""
+    ours, theirs = (load_file(made.output_folder / "drafter" / "model.safetensors") for made in (one, other))
+    assert {weight.dtype for weight in ours.values() if weight.is_floating_point()} == {torch.float64}
+    assert_same(ours, theirs)
 
 
 def in_loss(
@@ -186,6 +210,16 @@ def stored(target: Target, tmp_path: Path) -> Path:
 def target(tiny_llama: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerFast) -> Target:
     """One target for all tests: training never changes it (a test asserts that)."""
     return Target(tiny_llama(vocab=len(tiny_tokenizer)), tiny_tokenizer)
+
+
+@pytest.fixture
+def tried(target: Target, precision: torch.dtype) -> Iterator[Target]:
+    """That target, in the precision that a test is tried in."""
+    if precision == torch.float64:
+        with in_float64(target) as doubled:
+            yield doubled
+    else:
+        yield target
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from safetensors.torch import load_file
 
 from outrider.heads import load_drafter
 from outrider.recipes import Recipe
+from outrider.targets import Target
 from outrider.train import train
 from outrider.train.checkpoints import checkpoints, last_complete, step_of
 
-from .conftest import DRAFT_MODEL, EAGLE3, provenance, train_alike
+from .conftest import DRAFT_MODEL, EAGLE3, provenance
 from .launching import Launch, losses
 
 pytestmark = pytest.mark.slow
@@ -72,6 +74,13 @@ def command_of(launch: Launch, recipe: Recipe, folder: Path) -> list[str]:
     return launch.command(folder / f"{recipe.name}.yaml", free_port, changes)
 
 
+def launch_alike(one: Recipe, made: Recipe, target: Target, rel: float, start: Callable[[Recipe], Any]) -> None:
+    """Train here and in processes of their own, which are of float32: losses are the same but for rounding."""
+    train(one, target)
+    start(made)
+    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=rel)
+
+
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
@@ -91,7 +100,7 @@ def test_a_drafter_in_parts_learns_what_one_process_learns(launch, drafter, reci
     settings = {"optim": "adamw_torch", "weight_decay": 0.1}
     one = recipe("one", drafter, **settings)
     made = recipe("parts", drafter, per_device_train_batch_size=4, **settings)
-    train_alike(one, [made], target, 1e-4, lambda made, _: run(launch, made))
+    launch_alike(one, made, target, 1e-4, partial(run, launch))
     ours, theirs = provenance(made), provenance(one)
     assert ours["metrics"]["eval_loss"] == pytest.approx(theirs["metrics"]["eval_loss"], rel=1e-4)
     assert ours["drafter"] == theirs["drafter"]
@@ -110,7 +119,7 @@ def test_packs_whose_texts_are_read_alone_want_other_numbers_of_passes_in_each_p
     settings = {"optim": "adamw_torch", "packing": True, "max_length": 64, "max_steps": 6, "eval_strategy": "no"}
     one = recipe("one", drafter, per_device_train_batch_size=4, **settings)
     made = recipe("packs", drafter, per_device_train_batch_size=2, **settings)
-    train_alike(one, [made], target, 1e-4, lambda made, _: run(launch, made))
+    launch_alike(one, made, target, 1e-4, partial(run, launch))
 
 
 @pytest.mark.parametrize("launch", ENGINES)
@@ -144,7 +153,7 @@ def test_a_drafter_in_parts_learns_from_its_own_text_and_keeps_the_best_checkpoi
     data = {"on_policy": 0.5, "max_new_tokens": 8}
     one = recipe("one", DRAFT_MODEL, data, **settings)
     made = recipe("parts", DRAFT_MODEL, data, per_device_train_batch_size=4, **settings)
-    train_alike(one, [made], target, 2e-3, lambda made, _: run(launch, made))
+    launch_alike(one, made, target, 2e-3, partial(run, launch))
     assert are_close(made.output_folder / "drafter", one.output_folder / "drafter")
 
 
@@ -158,7 +167,7 @@ def test_mixed_precision_is_that_of_one_process(launch, drafter, recipe, target,
     settings = {"optim": "adamw_torch", "bf16": True, "max_steps": 6, "save_steps": 6}
     one = recipe("one", drafter, **settings)
     made = recipe("parts", drafter, per_device_train_batch_size=4, **settings)
-    train_alike(one, [made], target, 5e-3, lambda made, _: run(launch, made))
+    launch_alike(one, made, target, 5e-3, partial(run, launch))
     saved = tensors(made.output_folder / "drafter").values()
     assert {w.dtype for w in saved if w.is_floating_point()} == {torch.float32}
 

@@ -21,7 +21,8 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 
-from .conftest import MakeRecipe, drafters_are_close, history, of_stored, train_in_two
+from ..closeness import EXACT
+from .conftest import MakeRecipe, history, of_stored, require_same_drafter, train_in_two, trainings_in_float64
 from .test_recipes import write_checkpoint
 
 
@@ -93,11 +94,12 @@ def test_two_processes_with_half_a_target_each_train_as_one_with_the_whole(shard
     """The first answers, and computes what is cached, while the other takes part; they leave the same drafter."""
     one = sharded("one", per_device_train_batch_size=4, data={"features": features})
     two = sharded("two", per_device_train_batch_size=2, data={"features": features})
-    train(one)
-    train_in_two(two)
+    with trainings_in_float64():
+        train(one)
+        train_in_two(two)
     responses = [load_responses(r.output_folder / "data")["input_ids"] for r in (one, two)]
     assert responses[0] == responses[1]
     for key in ("loss", "eval_loss"):
         assert len(history(one, key)) >= 2
-        assert history(two, key) == pytest.approx(history(one, key), rel=1e-4)
-    assert drafters_are_close(one, two, atol=1e-3)
+        assert history(two, key) == pytest.approx(history(one, key), rel=EXACT)
+    require_same_drafter(one, two)

@@ -21,9 +21,10 @@ from outrider.train import train
 from outrider.train.check import check
 from outrider.train.data import EMPTY, OnlineBatches, PackedBatches, Packs, Rows, collate, split
 
+from ..closeness import assert_same, both_precisions, terms
 from ..conftest import drafter_in_training
 from .conftest import EAGLE3, MakeRecipe, losses, make_rows, provenance, train_alike, train_in_two, weights, write_data
-from .test_data import KINDS, are_near, learn_alike, lesson
+from .test_data import KINDS, learn_alike, lesson, require_same_lesson
 
 FOLLOW = {name: KINDS[name] for name in KINDS if HEADS[KINDS[name]["type"]].follows_rounds}
 
@@ -64,26 +65,28 @@ def given(batches: Any, inputs: dict[str, Tensor], share: float = 0.5) -> Target
     return found
 
 
+@both_precisions
 @pytest.mark.parametrize("values", FOLLOW.values(), ids=FOLLOW)
-def test_packed_rows_follow_rounds_as_single_ones_do(target, served, values):
+def test_packed_rows_follow_rounds_as_single_ones_do(tried, served, values):
     """The same loss and the same gradients, beside a text without rounds and an empty row; and not the usual ones."""
-    drafter = drafter_in_training(target, values)
+    drafter = drafter_in_training(tried, values)
     rows = Rows(load_responses(served), range(14), depths=True)
-    packs, online = Packs(rows, 64), OnlineBatches(target, drafter.taps)
+    packs, online = Packs(rows, 64), OnlineBatches(tried, drafter.taps)
     single = given(online, collate([rows[i] for i in [*range(14), EMPTY]]))
     packed = given(PackedBatches(online), collate([packs[i] for i in [*range(len(packs)), EMPTY]]))
-    are_near(lesson(drafter, packed), lesson(drafter, single), values["type"])
+    require_same_lesson(drafter, packed, single)
     followed, single.verified = lesson(drafter, single)[0], None
     assert abs(float(lesson(drafter, single)[0] / followed) - 1) > 1e-4
 
 
+@both_precisions
 @pytest.mark.parametrize("values", FOLLOW.values(), ids=FOLLOW)
-def test_what_a_row_teaches_does_not_depend_on_its_batch(target, served, values):
-    drafter, rows = drafter_in_training(target, values), Rows(load_responses(served), range(8), depths=True)
-    online = OnlineBatches(target, drafter.taps)
+def test_what_a_row_teaches_does_not_depend_on_its_batch(tried, served, values):
+    drafter, rows = drafter_in_training(tried, values), Rows(load_responses(served), range(8), depths=True)
+    online = OnlineBatches(tried, drafter.taps)
     whole = lesson(drafter, given(online, collate([rows[i] for i in range(8)])))[0]
     apart = [lesson(drafter, given(online, collate([rows[i]])))[0] for i in range(8)]
-    torch.testing.assert_close(whole, torch.stack(apart).sum(), rtol=2e-5, atol=0)
+    assert_same(whole, torch.stack(apart).sum(), terms(tried.model, drafter))
 
 
 def test_rows_have_depths_only_if_they_are_asked_for(served):
@@ -97,7 +100,7 @@ def test_rows_have_depths_only_if_they_are_asked_for(served):
 
 
 def test_trainings_follow_rounds_however_their_batches_are_made(follow, target):
-    """Loss by loss (1e-5): with states from the loop or from disk, in packs, and in accumulated batches."""
+    """Loss by loss: with states from the loop or from disk, in packs, and in accumulated batches."""
     steps = {"max_steps": 3, "save_steps": 3, "per_device_eval_batch_size": 4}
     packed = {"packing": True, "max_length": 48}
     runs = [

@@ -19,6 +19,7 @@ from outrider.heads import DraftModel, Eagle3, Eagle3Config
 from outrider.targets import Nodes, RowLengths, Target
 from outrider.targets.fast import by_library, custom_ops, matmuls, use_fast_pass, use_fastest_pass, validate
 
+from ...closeness import spread, terms
 from .. import small_models
 
 VOCAB = 48
@@ -67,6 +68,7 @@ def test_passes_give_what_the_modules_give(kind):
     tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
     caches = [target.new_cache(2, 64) for _ in range(2)]
     parents = torch.tensor([[-1, -1, 0, 2], [-1, 0, 0, 1]])
+    near = spread(torch.float32, terms(target.model, places=25))
     with torch.inference_mode():
         for cache in caches:
             with by_library(target):
@@ -77,8 +79,8 @@ def test_passes_give_what_the_modules_give(kind):
             fast = target.forward(given, caches[0], (0, 1, 2), offset=offset, nodes=nodes)
             with by_library(target):
                 right = target.forward(given, caches[1], (0, 1, 2), offset=offset, nodes=nodes)
-            assert distance(fast.logits, right.logits) < 2e-6
-            assert distance(fast.hidden, right.hidden) < 2e-6
+            assert distance(fast.logits, right.logits) < near
+            assert distance(fast.hidden, right.hidden) < near
 
 
 def test_a_pass_of_fixed_shape_reads_nothing_after_its_entries():
@@ -406,5 +408,5 @@ def test_rejection_through_it_emits_the_law_of_the_library():
         law[draft].index_add_(0, emitted[kept], weights[kept])
         for token in range(3):
             law[token] += weights[~kept & (emitted == token)].sum() * own[token, 1]
-    assert float((law - expected).abs().sum() / 2) < 1e-6
+    assert float((law - expected).abs().sum() / 2) < 4 * spread(torch.float32, terms(target.model, places=5))
     assert float((expected - expected.T).abs().sum()) > 0.05, "the law depends on what came before"

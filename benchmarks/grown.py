@@ -1,6 +1,6 @@
 """Targets and drafters of benchmarks: small ones that were trained, or grown from them into a real shape.
 
-`--target embedded@8b` grows the target (`targets.grow`), and drafters that were trained for the small one grow with it:
+`--target embedded@8b` grows the target (`lab.grow`), and drafters that were trained for the small one grow with it:
 texts and accepted drafts are real, and so is what they cost. `--shape KEY=VALUE` changes sizes of the shape.
 """
 

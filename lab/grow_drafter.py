@@ -1,6 +1,6 @@
 """Grow a drafter with its target: the same drafts, at the cost of one that was made for the large model.
 
-`targets/grow.py` says where old numbers stand in a grown model. A drafter reads that model's hidden states and
+`grow.py` says where old numbers stand in a grown model. A drafter reads that model's hidden states and
 embeddings, so its weights stand in the same places; its own heads and units grow to the sizes of the model's.
 """
 

@@ -1,6 +1,6 @@
 """The quickstart's last stage: the same target and head at the largest size that this machine measures in its time.
 
-Both are grown (`targets.grow`), so texts and accepted drafts are those of the embedded target, and a pass costs what it
+Both are grown (`lab.grow`), so texts and accepted drafts are those of the embedded target, and a pass costs what it
 costs at that size. Which size is decided before anything is grown, from the seconds that products take here per weight;
 a size whose passes turn out too slow for the time is left for the next smaller one. The plans follow from passes and
 drafting that are timed at that size, and from the acceptance that the tuner counted on prompts which are not measured.

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).with_suffix(".md")
 # In the order in which imports point.
 ROOMS = ("common", "targets", "heads", "formats", "decode", "recipes", "distill", "costs", "eval", "train", "pair")
-ROOMS += ("serving", "scripts")
+ROOMS += ("serving", "scripts", "lab")
 OPENING = """# The map
 
 Which file do I open? Every file of the package in one line, the first sentence of its docstring. [The house](house.md)

@@ -285,10 +285,12 @@ def attended(way: str, dtype: torch.dtype, own: int, packed: bool) -> list[Tenso
 
 
 def cli(cases: Cases) -> None:
-    """The verbs of the command."""
-    command = [str(Path(sys.executable).with_name("outrider")), "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TERM": "dumb"}, check=False)
-    cases.add("cli/verbs", re.findall(r"^│ ([a-z][a-z-]*) ", shown.stdout, re.MULTILINE) or "missing: verbs in --help")
+    """The verbs of the command, and of the lab."""
+    command, environment = str(Path(sys.executable).with_name("outrider")), os.environ | {"TERM": "dumb"}
+    for case, group in (("cli/verbs", []), ("cli/lab verbs", ["lab"])):
+        asked = [command, *group, "--help"]
+        shown = subprocess.run(asked, capture_output=True, text=True, env=environment, check=False)
+        cases.add(case, re.findall(r"^│ ([a-z][a-z-]*) ", shown.stdout, re.MULTILINE) or "missing: verbs in --help")
 
 
 SECTIONS = {"decode": decode, "loss": loss, "train": train, "export": export, "pure": pure, "cli": cli}

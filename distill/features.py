@@ -39,6 +39,7 @@ from ..common.atomic import keeping, readable_bytes, replacing, require_space, w
 from ..common.file_process_group import LaunchGroup
 from ..common.locks import claiming, locked
 from ..common.progress import Advance, progress
+from ..common.runtime import installed_version
 from ..common.safe_load import read_json
 from ..targets import Target
 from ..targets.fingerprint import digest_json
@@ -48,6 +49,7 @@ from .journal import claim_of, list_file
 from .process_group import one_leads
 
 INDEX = "features.json"
+SCHEMA_VERSION = 1
 AT_ONCE = 16  # sequences of a pass of the target
 MOST_BYTES = 128_000_000  # one shard is built in memory; small enough for a laptop, big enough for few files
 LEAST_BYTES = 4_000_000  # less is not worth a pass of its own
@@ -262,6 +264,8 @@ class FeatureStoreBuilder:
     def _seal(self) -> str:
         given_as = self.target.dtype if self.precision.has_scale else self.precision.dtype
         index = {
+            "schema_version": SCHEMA_VERSION,
+            "outrider_version": installed_version("outrider"),
             "key": self.key,
             "taps": self.taps,
             "num_layers": self.target.num_layers,
@@ -363,6 +367,11 @@ class FeatureStore:
         if check:
             digests.require_whole(self.folder, "Build it again: only what is damaged is computed anew.")
         index = read_json(self.folder / INDEX)
+        if (schema := index.get("schema_version", SCHEMA_VERSION)) != SCHEMA_VERSION:
+            raise BadInputError(
+                f"{self.folder / INDEX}: schema version {schema!r}, written by Outrider {index.get('outrider_version')}; "
+                f"this one reads {SCHEMA_VERSION}. Use that Outrider, or delete the store, which is then built again."
+            )
         self.taps: tuple[int, ...] = tuple(index["taps"] if taps is None else taps)
         self._columns = [_column(tap, index, self.folder) for tap in self.taps]
         self.precision = PRECISIONS[index["dtype"]]

@@ -4,7 +4,18 @@
     python docs/developers/structure OLD_CHECKOUT .      # two checkouts, one column each
 
 Everything is read from the syntax trees of `outrider`'s packages, without their tests; nothing is imported.
-What each figure means is said in ../structure.md.
+
+- files, lines: Python files of the packages; no tests, documentation, benchmarks
+- methods: functions in the class itself, properties included; nothing inherited
+- attributes: names that the class declares with a type, and names that its methods set on `self`
+- parameters: without `self` and `cls`, and without verbs of the command line, whose parameters are options
+- `Any` in signatures: each `Any` in the type of a parameter or of a returned value
+- imports in functions: those of files that import typer are the command line's
+- circles of files: files that import each other, directly or through others; imports inside functions, for type
+  checkers and by name count
+- files that name a rule: files with a string that equals the name of a verification rule
+- files to read for a step of EAGLE-3: the draft step from `open`, `update`, `prefill`, `decode`, `select` and
+  `propose` of `Eagle3`, the training step from its `loss`, followed through names and methods inside `heads/`
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _reached(start: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 class Reading:
-    """The functions of one room that some `methods` of a class reach without its `others` (see ../structure.md)."""
+    """The functions of one room that some `methods` of a class reach without its `others` (see __main__)."""
 
     def __init__(self, checkout: Checkout, module: str, name: str, methods: set[str], others: set[str]):
         self.checkout, self.room = checkout, module.split(".")[0]

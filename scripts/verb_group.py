@@ -1,4 +1,4 @@
-"""A group of verbs that a package adds to the command: `outrider GROUP VERB`."""
+"""A group of verbs that a package adds to the command, under one word."""
 
 from __future__ import annotations
 

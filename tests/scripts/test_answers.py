@@ -16,11 +16,16 @@ from jsonschema import Draft202012Validator
 from typer.testing import Result
 
 from outrider.common.digests import CHECKSUM
-from outrider.scripts.help_examples import EXAMPLES
+from outrider.scripts.help_examples import EXAMPLES as OWN_EXAMPLES
 from outrider.scripts.json_schemas import BODIES, schemas, write_schemas
 from outrider.scripts.json_schemas_torch import MEASURED
+from outrider.scripts.verb_group import verb_groups
 
 from .conftest import Command, all_verbs, succeeded, verb_of
+
+EXAMPLES = dict(OWN_EXAMPLES)
+for _group in verb_groups().values():
+    EXAMPLES |= {verb: list(lines) for verb, lines in _group.examples.items()}
 
 all_schemas = cache(schemas)
 

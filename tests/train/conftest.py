@@ -193,6 +193,15 @@ def killed_after(recipe: Recipe, step: int, folder: Path) -> Path:
     return reached
 
 
+@pytest.fixture
+def one_thread_as_forked() -> Iterator[None]:
+    """A forked process has one thread: so sums are made in its order here, too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def of_stored(recipe: Recipe, stored: Path) -> Recipe:
     spec = recipe.target.model_validate({"path": str(stored), "dtype": "float32"})
     return recipe.model_copy(update={"target": spec})

@@ -216,6 +216,7 @@ def test_two_processes_write_what_one_writes(recipe, target):
     assert history(two, "on_policy") == pytest.approx(history(one, "on_policy"))
 
 
+@pytest.mark.usefixtures("one_thread_as_forked")
 def test_killed_and_resumed_writes_the_same_text_and_ends_with_the_same_weights(recipe, stored, tmp_path):
     """A real SIGKILL of `python -m outrider.train`."""
     training = {"max_steps": 40, "save_steps": 5, "learning_rate": 1e-3, "logging_steps": 20}

@@ -41,6 +41,7 @@ from .conftest import (
 )
 
 
+@pytest.mark.usefixtures("one_thread_as_forked")
 def test_killed_and_resumed_equals_never_killed_bit_for_bit(recipe, stored, tmp_path):
     """A real SIGKILL; beside its checkpoints one that a kill left half written."""
     training = {"max_steps": 80, "save_steps": 10, "learning_rate": 1e-3, "logging_steps": 50}

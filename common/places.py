@@ -67,7 +67,7 @@ _OF_REPORT = ("report.json", "report.md", "report.html", "comparison.svg")
 _OF_COMPARISON = ("data", "data.partial", "report", "search", "search.json", "search.svg", "best.yaml")
 KINDS = {  # the first that fits
     PAIR: Kind(_having("pair.json"), is_whole=True),
-    REGISTRY: Kind(_having("blobs", "pairs"), is_whole=True, names=("blobs", "pairs")),
+    REGISTRY: Kind(_having("blobs/[0-9a-f][0-9a-f]"), is_whole=True, names=("blobs", "pairs")),
     EXPORT: Kind(lambda folder: _having("written.json")(folder) or _having("launch.json")(folder), is_whole=True),
     DRAFTER: Kind(_is_drafter, is_whole=True),
     DATA: Kind(_having("dataset_info.json"), is_whole=True),

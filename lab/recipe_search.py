@@ -35,7 +35,6 @@ from ..common.atomic import clear_away, write_atomically
 from ..common.digests import read_sealed, write_json
 from ..common.errors import NotFiniteError
 from ..common.locks import locked
-from ..common.places import COMPARISON, mark
 from ..eval import Report
 from ..eval.acceptance import DEEPEST
 from ..eval.reports import plots
@@ -266,7 +265,6 @@ def search(
             "data.features: cached would be stored for every candidate of a search; take data.features=online."
         )
     with locked(place):
-        mark(place, COMPARISON)
         comparison = Comparison.begin(recipes, seconds, place, target, console)
         problem = partial(_problem, place=place, seconds=seconds, target=comparison.target)
         candidates = [placed(recipe, place) for recipe in asked.draw(recipes, problem)]

@@ -66,7 +66,6 @@ def compare(
     """
     place = check_comparison(recipes, seconds, folder)
     with locked(place):
-        mark(place, COMPARISON)
         comparison = Comparison.begin(recipes, seconds, place, target, console)
         comparison.answer()
         for recipe in comparison.recipes:
@@ -136,6 +135,7 @@ class Comparison:
 
     def answer(self) -> None:
         """Let the target answer the shared prompts, unless it has."""
+        mark(self.place, COMPARISON)
         first = self.recipes[0]
         shared = first.model_copy(update={"output": str(self.place), "data": self.asked[0].data})
         distill(shared, self.target, self.console)

@@ -90,7 +90,10 @@ def reseal(pair: Path) -> None:
     values["recipe"] = digest_file(pair / "recipe.yaml")
     if (pair / "calibration.jsonl").exists():
         values["calibration"] = digest_file(pair / "calibration.jsonl")
-    Manifest.model_validate(values).identified().sealed().write(pair)
+    manifest = Manifest.model_validate(values).identified()
+    there = [name for name in manifest.files() if (pair / name).is_file()]
+    sizes = {name: (pair / name).stat().st_size for name in there}
+    manifest.model_copy(update={"sizes": sizes}).sealed().write(pair)
 
 
 def _write_recipe(file: Path, name: str, drafter: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
         (
             "target.xyz=1",
             "unknown key target.xyz; known keys here: path, revision, adapter, dtype, trust_remote_code, sharding, "
-            "quantize, engine.",
+            "quantize, engine, allow_changed.",
         ),
         ("data.limit=many", "data.limit: expected an integer or null, found 'many'."),
         ("data.limit=true", "data.limit: expected an integer or null, found True."),

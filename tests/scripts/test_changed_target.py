@@ -87,7 +87,7 @@ def here(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     [
         ["distill", "tiny.yaml"],
         ["train", "tiny.yaml"],
-        ["vocab", "tiny.yaml"],
+        ["lab", "vocab", "tiny.yaml"],
         ["eval", "tiny.yaml"],
         ["eval", "tiny.yaml", "eval.dtype=bfloat16"],
         ["pair", "new", "made", "tiny.yaml"],

@@ -101,8 +101,9 @@ def test_a_recipe_that_is_none_cannot_be_compared(
 ) -> None:
     altered = shutil.copytree(pairs[0].folder, tmp_path / "altered")
     (altered / "recipe.yaml").write_text(recipe)
-    manifest = pairs[0].manifest.model_copy(update={"recipe": digest_file(altered / "recipe.yaml")})
-    manifest.sealed().write(altered)
+    sizes = pairs[0].manifest.sizes | {"recipe.yaml": len(recipe)}
+    changed = {"recipe": digest_file(altered / "recipe.yaml"), "sizes": sizes}
+    pairs[0].manifest.model_copy(update=changed).sealed().write(altered)
     result = outrider("pair", "diff", altered, pairs[1].folder)
     assert result.exit_code == 2
     assert "recipe.yaml of tiny version 1 is a" in " ".join(result.stderr.split())

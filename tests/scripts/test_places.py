@@ -21,13 +21,14 @@ VERBS = {
     "distill": ["distill", "R", "output=P"],
     "train": ["train", "R", "output=P"],
     "train --fresh": ["train", "R", "output=P", "--fresh"],
-    "vocab": ["vocab", "R", "output=P"],
+    "vocab": ["lab", "vocab", "R", "output=P"],
     "eval": ["eval", "R", "--out", "P"],
     "compare": ["compare", "R", "--budget", "1", "--out", "P"],
+    "search": ["lab", "search", "R", "--budget", "1", "--out", "P"],
     "refresh": ["refresh", "PAIR", "--target", "T", "--out", "P"],
     "quickstart": ["quickstart", "--out", "P"],
-    "report --to": ["report", "REPORT", "--to", "card", "--out", "P"],
-    "report": ["report", "REPORT", "REPORT", "--out", "P"],
+    "report --to": ["lab", "report", "REPORT", "--to", "card", "--out", "P"],
+    "report": ["lab", "report", "REPORT", "REPORT", "--out", "P"],
     "gate --markdown": ["gate", "REPORT", "--against", "REPORT", "--markdown", "F"],
     "gate --junit": ["gate", "REPORT", "--against", "REPORT", "--junit", "F"],
     "pair new": ["pair", "new", "P", "R"],
@@ -36,12 +37,18 @@ VERBS = {
     "export": ["export", "PAIR", "--to", "vllm", "--out", "P"],
     "import": ["import", "EXPORT", "--target", "T", "--out", "P"],
     "import --pair": ["import", "EXPORT", "--target", "T", "--out", "P", "--pair"],
-    "grow": ["grow", "embedded", "--like", "0.4b", "--out", "P"],
+    "grow": ["lab", "grow", "embedded", "--like", "0.4b", "--out", "P"],
     "init": ["init", "T", "--out", "F"],
 }
 # A verb's own places, where it goes on or adds something; and those that are open for files of other names.
 OWN = {("distill", "run"), ("train", "run"), ("train --fresh", "run"), ("vocab", "run")}
-OWN |= {("distill", "comparison"), ("vocab", "comparison"), ("compare", "comparison"), ("pair push", "registry")}
+OWN |= {
+    ("distill", "comparison"),
+    ("vocab", "comparison"),
+    ("compare", "comparison"),
+    ("search", "comparison"),
+    ("pair push", "registry"),
+}
 OWN |= {("pair new", "pair"), ("pair pull", "pair")}
 OWN |= {(verb, place) for verb in ("report --to", "report") for place in ("report", "run", "comparison", "somebody's")}
 # A registry has no file of its own at its top.
@@ -83,7 +90,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Path
     outrider("export", here / "pair", "--to", "vllm", "--out", here / "export")
     outrider("import", here / "export", "--target", target_folder, "--out", here / "drafter")
     outrider("compare", here / "tiny.yaml", "--budget", "0.5", "--out", here / "comparison")
-    outrider("report", here / "run" / "report", "--to", "card", "--out", here / "forms")
+    outrider("lab", "report", here / "run" / "report", "--to", "card", "--out", here / "forms")
     shutil.copytree(here / "run" / "report", here / "report")
     shutil.copytree(target_folder, here / "model")
     (here / "somebody's" / "data").mkdir(parents=True)
@@ -155,12 +162,15 @@ def test_a_place_whose_files_were_removed_is_free(world: Path, tmp_path: Path) -
     require_place(folder, PAIR)
 
 
-@pytest.mark.parametrize("verb", ["distill", "train", "vocab"])
+@pytest.mark.parametrize("verb", ["distill", "train", "lab vocab"])
 def test_a_run_is_continued_by_its_own_recipe_alone(world: Path, tmp_path: Path, outrider: Command, verb: str) -> None:
     folder = of(world, "run", tmp_path)
     before = contents(folder)
     change = "drafter.steps=2" if verb == "train" else "data.max_new_tokens=4"
-    failed(outrider(verb, world / "tiny.yaml", f"output={folder}", change), change.partition(".")[2].partition("=")[0])
+    failed(
+        outrider(*verb.split(), world / "tiny.yaml", f"output={folder}", change),
+        change.partition(".")[2].partition("=")[0],
+    )
     assert contents(folder) == before
 
 
@@ -168,9 +178,9 @@ def test_a_report_is_replaced_when_that_is_asked_for(world: Path, tmp_path: Path
     report, own = of(world, "report", tmp_path), of(world, "forms", tmp_path)
     before = contents(report)
     failed(outrider("eval", world / "tiny.yaml", "--out", report), "is there already")
-    failed(outrider("report", report, "--to", "card", "--out", own), "README.md is there already")
+    failed(outrider("lab", "report", report, "--to", "card", "--out", own), "README.md is there already")
     assert contents(report) == before
-    succeeded(outrider("report", report, "--to", "card", "--out", own, "--replace"))
+    succeeded(outrider("lab", "report", report, "--to", "card", "--out", own, "--replace"))
     succeeded(outrider("eval", world / "tiny.yaml", "--out", report, "--replace"))
     assert contents(report)["report.json"] != before["report.json"]
 

@@ -17,6 +17,7 @@ import pytest
 from outrider.common import BadInputError
 from outrider.common.atomic import working_name
 from outrider.common.locks import locked
+from outrider.common.places import MARKER
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import MANIFEST, SIGNATURE
 from outrider.pair.registry import FolderStore, PairReference, Registry, open_registry
@@ -55,7 +56,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def tree(registry: Registry) -> dict[str, bytes]:
-    return contents(Path(registry.store.where))
+    """The files of a registry, without the marker that says what it is."""
+    return {name: content for name, content in contents(Path(registry.store.where)).items() if name != MARKER}
 
 
 def test_what_is_pulled_is_what_was_pushed(registry, make_version, tmp_path):

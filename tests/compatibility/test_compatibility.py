@@ -121,6 +121,6 @@ def test_tensors_under_other_names_are_of_an_earlier_version_where_none_is_named
     file = tmp_path / "config.json"
     values = json.loads(file.read_text())
     file.write_text(json.dumps({k: v for k, v in values.items() if stamped or "version" not in k}))
-    with pytest.raises(IncompatibleError, match="does not fit its config.json") as raised:
+    with pytest.raises(IncompatibleError, match=r"does not fit its config\.json") as raised:
         load_drafter(tmp_path)
     assert ("an Outrider of before 2026-11-28 wrote it" in str(raised.value)) is not stamped

@@ -209,7 +209,11 @@ def test_short_trainings_are_scored_on_fewer_prompts_in_shorter_chains(
     recipe, target, monkeypatch, seconds, limit, most
 ):
     """Of suites of four prompts and of one: a third of the larger one's, rounded up."""
-    made, suites, asked = recipe("eagle", measured={"limit": 9}), [Namespace(prompts=range(n)) for n in (1, 4)], []
+    made, suites, asked = (
+        recipe("eagle", measured={"limit": 9}),
+        [Namespace(some=lambda limit, n=n: range(n)[:limit]) for n in (1, 4)],
+        [],
+    )
 
     def best(*arguments: Any) -> Any:
         asked.append((arguments[3].limit, arguments[5]))

@@ -369,8 +369,8 @@ class FeatureStore:
         index = read_json(self.folder / INDEX)
         if (schema := index.get("schema_version", SCHEMA_VERSION)) != SCHEMA_VERSION:
             raise BadInputError(
-                f"{self.folder / INDEX}: schema version {schema!r} of Outrider {index.get('outrider_version')}; this one "
-                f"reads {SCHEMA_VERSION}. Use that Outrider, or delete the store, which is then built again."
+                f"{self.folder / INDEX}: schema {schema!r}, of Outrider {index.get('outrider_version')}; here it "
+                f"is {SCHEMA_VERSION}. Use that Outrider, or delete the store, which is then built again."
             )
         self.taps: tuple[int, ...] = tuple(index["taps"] if taps is None else taps)
         self._columns = [_column(tap, index, self.folder) for tap in self.taps]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..common import BadInputError, IncompatibleError
 from ..heads import NodeSession, Proposal, Session
+from ..heads.session import handed
 from ..targets import Nodes
 from .plan import Tree
 from .rng import uniforms
@@ -283,7 +284,7 @@ def propose_confidently(session: NodeSession, root: Tensor, depth: int, chain: C
         drafted.append(chain.next_token(logits, session.output_ids))
         if len(drafted) == depth:
             break
-        logits = session.decode(drafted[-1][:, None].clone())[:, 0]
+        logits = session.decode(handed(session, drafted[-1][:, None]))[:, 0]
     return Proposal.chain(torch.stack(drafted, 1))
 
 
@@ -360,7 +361,7 @@ def grow_static(session: NodeSession, root: Tensor, layout: StaticTree, sampler:
         tokens[:, level.nodes] = children.tokens[:, level.which, level.ranks]
         real[:, level.nodes] = children.scores[:, level.which, level.ranks] > float("-inf")
         if depth < layout.depth:
-            logits = session.decode(tokens[:, level.read], level.above.repeat(rows, 1))
+            logits = session.decode(tokens[:, level.read], handed(session, level.above.expand(rows, -1)))
     for _ in range(layout.depth - 1):  # under nodes that are there, too
         real = real & torch.nn.functional.pad(real, (1, 0), value=True).gather(1, parents + 1)
     proposal = Proposal(tokens, real, layout.depth, parents, layout.read.expand(rows, -1))

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from ..heads import Abilities, NodeSession, Proposal, Session
 from ..heads.lookup.fusion import propose_after
+from ..heads.session import handed
 from ..targets import RaggedCache, RowLengths, Target
 from .control import Schedule
 from .drafting import (
@@ -240,7 +241,8 @@ def draft(setup: RoundSetup, state: RoundState, depth: int) -> Draft:
     """Draft up to `depth` tokens after the root, in the plan's shape if the session can."""
     if not depth:
         return no_draft(state.root)
-    plan, session, root = setup.plan, state.session, state.root.clone()
+    plan, session = setup.plan, state.session
+    root = handed(session, state.root)
     rule = RULES[setup.rule(setup.abilities.deterministic)]
     sampler = DraftSampler(rule, setup.sampler_config, state.keys, state.context)
     undrafted = setup.sampler_config.undrafted
@@ -326,10 +328,10 @@ def step_proposed(setup: RoundSetup, proposed: ProposedRound, goes_on: bool) -> 
     if goes_on:
         rule, config = RULES[setup.rule(setup.abilities.deterministic)], setup.sampler_config
         chain = ChainDraft(DraftSampler(rule, config, state.keys, state.context), setup.plan.confidence)
-        both = propose_after(copied, session, state.root.clone(), copied.depth, chain.next_token, config.vocab)
+        both = propose_after(copied, session, handed(session, state.root), copied.depth, chain.next_token, config.vocab)
         drafted, lengths = chain.draft(both), chain.lengths
     else:
-        session.propose(state.root.clone(), 1, lambda *_: state.root.clone())
+        session.propose(handed(session, state.root), 1, lambda *_: handed(session, state.root))
     state, result = verify_and_commit(setup, state, _masked(state, drafted, lengths))
     session.update(result.tokens, result.hidden, result.counts)
     return replace(proposed, state=state), result

@@ -174,6 +174,11 @@ class Session(ABC):
         raise NotImplementedError(f"{type(self).__name__} serves one request; open another.")
 
 
+def handed(session: Session, tensor: Tensor) -> Tensor:
+    """Return a tensor for a session to read: a copy for one of another package, which may write into it."""
+    return tensor if type(session).__module__.startswith("outrider.") else tensor.clone()
+
+
 class NoDraftSession(Session):
     """A session that never drafts: plain decoding."""
 
@@ -238,7 +243,7 @@ class NodeSession(Session):
         self.round_depth = depth = min(depth, self.max_depth or depth)
         drafted = [choose(self.prefill(root), self.output_ids)]
         while len(drafted) < depth and not (ended is not None and ended()):
-            logits = self.decode(drafted[-1][:, None].clone())
+            logits = self.decode(handed(self, drafted[-1][:, None]))
             drafted.append(choose(logits[:, 0], self.output_ids))
         return Proposal.chain(torch.stack(drafted, 1))
 

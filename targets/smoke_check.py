@@ -119,10 +119,10 @@ def require_same_logits(what: str, logits: Tensor, expected: Tensor, advice: str
 
     Args:
         what: the changed model, for the sentence.
-        tolerance: relative; 0 for what rounding once in the model's precision leaves.
+        tolerance: relative, where the change leaves more than rounding once in the model's precision.
     """
     distance, size = ((part.cpu().float()).norm() for part in (logits.cpu() - expected.cpu(), expected))
-    allowed = tolerance or torch.finfo(logits.dtype).eps ** 0.5
+    allowed = max(tolerance, torch.finfo(logits.dtype).eps ** 0.5)
     if not distance <= allowed * size and bool(expected.isfinite().all()):
         raise IncompatibleError(
             f"{what} makes other logits: they differ by {distance / size:.2g} of their size, and at most {allowed:.2g} "

@@ -67,7 +67,7 @@ def test_the_name_holds_no_secret_of_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/outrider", *words])
     with locked(tmp_path / "out"):
         signed = lock_file(tmp_path / "out").read_text()
-    assert "outrider lab watch https://host.example/v1 --key" in signed
+    assert "outrider watch https://host.example/v1 --key" in signed
     assert "s3cret" not in signed
 
 

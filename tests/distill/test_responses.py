@@ -52,7 +52,7 @@ def test_a_row_says_what_it_asks_whatever_its_id_and_place(place: Place) -> None
 
 
 def test_provenance_names_target_prompts_sampling_versions_and_counts(place: Place) -> None:
-    folder = place.distil(limit=4, max_prompt_tokens=5)
+    folder = place.distil(limit=4, sample=None, max_prompt_tokens=5)
     saved = provenance(folder)
     assert folder.name == "data"
     assert saved["target"]["digest"] == place.target.fingerprint().digest

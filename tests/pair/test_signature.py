@@ -201,7 +201,7 @@ def test_forms_are_signed_with_the_pairs_own_key_and_altered_ones_are_found(make
         return result.exit_code, " ".join(result.output.split())
 
     pair = make_pair("ngram", report_folder=report_folder)
-    asked = (pair.folder, "--to", "modelopt", "--to", "card", "--out", tmp_path / "forms")
+    asked = (pair.folder, "--to", "modelopt", "--to", "card", "--out", tmp_path / "forms", "--replace")
     profile = tmp_path / "forms" / "speculation_profile.json"
     assert report(*asked, "--key", key)[0] == 2
     sign(pair.folder / MANIFEST, key)

@@ -6,8 +6,8 @@ So a repeated SIGTERM or SIGHUP means nothing more, and a repeated Ctrl-C only a
 
 from __future__ import annotations
 
-import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -24,7 +24,12 @@ STOPPING = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, nam
 # Seconds in which a repeated signal is an echo of the first.
 ECHO = {signal.SIGINT: 1.0}
 _LONG_ECHO = 5.0
+PATIENCE = 10  # seconds in which a request must be heard, or a library's call does not return
+_HEARD, _PATIENT = 0, 128  # what is told to the watcher, beside the numbers of signals
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_pipe: int | None = None  # to the watcher
+_held = threading.local()  # signals that were held back before a fork
 
 
 class StoppedError(KeyboardInterrupt):
@@ -52,8 +57,10 @@ def number_of(error: KeyboardInterrupt) -> int:
 
 
 @contextmanager
-def listening(handler: Handler) -> Iterator[None]:
+def listening(handler: Handler, patience: int = PATIENCE) -> Iterator[None]:
     """Call `handler` with the number of each signal that asks to stop, inside.
+
+    `patience`: seconds that a call of a library may take until the handler runs, see `watched`.
 
     A signal that is ignored when this begins stays ignored: that is what `nohup` is for. Only the main thread may
     listen; in another one, nothing changes.
@@ -64,11 +71,18 @@ def listening(handler: Handler) -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in STOPPING}
     before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+
+    def hear(number: int, _: object) -> None:
+        _tell(_HEARD)
+        handler(number)
+
+    _tell(_PATIENT + patience)
     for number in before:
-        signal.signal(number, lambda number, _: handler(number))
+        signal.signal(number, hear)
     try:
         yield
     finally:
+        _tell(_PATIENT + PATIENCE)
         for number, old in before.items():
             signal.signal(number, old)
 
@@ -81,12 +95,108 @@ def stoppable() -> Iterator[None]:
     def stop(number: int) -> None:
         nonlocal since
         now = time.monotonic()
-        if now - since >= ECHO.get(signal.Signals(number), _LONG_ECHO):
+        if now - since >= _echo(number):
             since = now
             raise StoppedError(number=number)
 
     with listening(stop):
         yield
+
+
+def end_by_interrupt() -> None:
+    """Let Ctrl-C end the process without a traceback where nothing is `listening`: at imports, at exit."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """End the process, inside, when a request to stop was not heard for ten seconds, or a second one after its echoes.
+
+    Handlers are Python's, and wait while a library's call lasts: on a lost GPU for ever. What C code does at a signal
+    is to write its number into the wakeup pipe, also where a call holds Python's lock. So another process reads that, a
+    fork of this one while it is small; a handler that runs answers in the same pipe. A call that the kernel itself
+    does not interrupt outlasts even SIGKILL.
+    """
+    global _pipe
+    if not hasattr(os, "fork"):
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # for good in the watcher
+    parent, watcher = os.getpid(), os.fork()
+    if watcher == 0:
+        try:
+            os.close(writer)
+            _watch(reader, parent)
+        finally:
+            os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    os.close(reader)
+    _pipe = writer
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_leave)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        _leave()
+        os.kill(watcher, signal.SIGKILL)
+        os.waitpid(watcher, 0)
+
+
+def _tell(byte: int) -> None:
+    """Tell the watcher that a request was heard, or how patient to be: 128, and seconds."""
+    if _pipe is not None:
+        os.write(_pipe, bytes([byte]))
+
+
+def _leave() -> None:
+    """Tell the watcher nothing more: in a forked process, whose signals are not its parent's."""
+    global _pipe
+    if _pipe is not None:
+        signal.set_wakeup_fd(-1)
+        os.close(_pipe)
+        _pipe = None
+    _release()
+
+
+def _hold() -> None:
+    """Hold signals back while this thread forks, until the forked process has left the watcher."""
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+
+
+def _release() -> None:
+    if hasattr(_held, "mask"):
+        signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
+        del _held.mask
+
+
+def _watch(reader: int, parent: int) -> None:
+    """Read what signals, handlers and `listening` write, until the process ends; kill it where no handler runs."""
+    number, since, patience = 0, 0.0, PATIENCE
+    while True:
+        left = max(0.0, since + patience - time.monotonic()) if number else None
+        if not select.select([reader], [], [], left)[0]:
+            break
+        if not (byte := os.read(reader, 1)):
+            return
+        told, now = byte[0], time.monotonic()
+        if told == _HEARD:
+            number = 0
+        elif told >= _PATIENT:
+            patience = told - _PATIENT
+        elif told in STOPPING and not number:
+            number, since = told, now
+        elif told in STOPPING and now - since > _echo(number):
+            break
+    os.kill(parent, signal.SIGKILL)
+    name = signal.Signals(number).name
+    os.write(2, f"{name} was not heard, since a library's call does not return: killed.\n".encode())
+
+
+def _echo(number: int) -> float:
+    return ECHO.get(signal.Signals(number), _LONG_ECHO)
 
 
 def let_parent_decide() -> None:
@@ -107,6 +217,8 @@ def ending_with_parent() -> Callable[[], object] | None:
     """Return what a process calls so that the kernel ends it with the thread that started it; Linux alone can."""
     if not sys.platform.startswith("linux"):
         return None
+    import ctypes  # it takes as long to import as all the rest
+
     return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 

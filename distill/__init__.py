@@ -1,11 +1,18 @@
 """What a drafter learns from: prompts, the target's responses, loss masks, hidden states."""
 
-from .conversation import supervised_mask
-from .data_set import load_responses, provenance
-from .features import FeatureStore
-from .prompt_table import Prompt, digest_prompts
-from .recipe_prompts import read_prompts
-from .responses import distill
+from typing import TYPE_CHECKING
+
+from ..common.lazy import lazily
+
+if TYPE_CHECKING:
+    from .conversation import supervised_mask
+    from .data_set import load_responses, provenance
+    from .features import FeatureStore
+    from .prompt_table import Prompt, digest_prompts
+    from .recipe_prompts import read_prompts
+    from .responses import distill
+else:
+    __getattr__ = lazily(__name__, __file__)
 
 __all__ = [
     "FeatureStore",

@@ -8,24 +8,30 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from accelerate import PartialState
-from rich.console import Console
+from ..common.signals import end_by_interrupt, watched
 
-from ..common import BadInputError
-from ..common.machine import best_device
-from ..recipes import load_recipe
-from .process_group import recipe_parser, run_command
-from .responses import distill
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Distil a recipe; return the exit code (see `run_command`)."""
+    from .process_group import recipe_parser, run_command
+
     parser = recipe_parser("distill", "Let the target answer the recipe's prompts.", "data.limit=100")
     return run_command("distill", parser, arguments, _distill)
 
 
 def _distill(given: argparse.Namespace, console: Console | None) -> str:
+    from accelerate import PartialState
+
+    from ..common import BadInputError
+    from ..common.machine import best_device
+    from ..recipes import load_recipe
+    from .responses import distill
+
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     started = PartialState(cpu=asked > 1 and best_device().type == "cpu").num_processes
     if started != asked:
@@ -38,4 +44,6 @@ def _distill(given: argparse.Namespace, console: Console | None) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_by_interrupt()
+    with watched():
+        raise SystemExit(main())

@@ -57,7 +57,7 @@ class GracefulStop(TrainerCallback):
 
     def listening(self) -> AbstractContextManager[None]:
         """Return a context manager that records requests to stop inside."""
-        return listening(self._request)
+        return listening(self._request, patience=60)  # on a CPU the gradients of a step are one call
 
     def is_requested(self) -> bool:
         """Tell whether any process received a request. All of them must call this together."""

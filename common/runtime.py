@@ -10,6 +10,7 @@ import ctypes
 import os
 import platform
 import shutil
+import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -77,6 +78,12 @@ def versions(*names: str) -> dict[str, str]:
     """Return the versions of Python and of the packages `names` (by default `_PACKAGES`), as far as installed."""
     numbers = {name: installed_version(name) for name in names or _PACKAGES}
     return {"python": platform.python_version()} | {name: n for name, n in numbers.items() if n is not None}
+
+
+def require_docstrings() -> None:
+    """Raise BadInputError where Python leaves docstrings out: transformers reads its own at import."""
+    if sys.flags.optimize > 1:
+        raise BadInputError("PYTHONOPTIMIZE=2 (or -OO) leaves out docstrings, which transformers needs; unset it.")
 
 
 def keep_large_blocks() -> bool:

@@ -7,9 +7,12 @@ half, and is escaped where text is put into it.
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +20,9 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
+
+from .errors import OutriderError
+from .signals import StoppedError
 
 # C0 and C1 controls but for tab and line feed, what turns the direction of text, halves of surrogates, and what XML
 # cannot hold.
@@ -54,6 +60,58 @@ class VisibleConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(_shown(segment.text), segment.style)
+
+
+class _Output(io.TextIOWrapper):
+    """stdout or stderr of a command. A letter that its encoding lacks is written as an escape.
+
+    A stdout that cannot be written is no finding, and no fault: it ends the command by a sentence, or as SIGPIPE does
+    where its reader left. Without stderr a command goes on: only its lines about itself are lost.
+    """
+
+    def __init__(self, number: int, given: Any):
+        buffer = open(number, "wb") if given is None else given.buffer  # noqa: SIM115 (for as long as the process)
+        encoding = "utf-8" if given is None else given.encoding
+        super().__init__(buffer, encoding, "backslashreplace", line_buffering=given is None or given.line_buffering)
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Drop what is left to write, and raise what ends the command."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        if self.fileno() != 1:
+            return
+        if error.errno == errno.EPIPE:
+            raise StoppedError(number=getattr(signal, "SIGPIPE", 13)) from None
+        raise OutriderError(f"stdout cannot be written ({error.strerror}). Write to another place.") from None
+
+
+def open_output() -> None:
+    """Make stdin, stdout and stderr usable, however they were handed over. For commands, before anything else.
+
+    A file that is opened later would get the number of a closed one, and what libraries print would be written there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115 (it lives as long as the process)
+    sys.stdout, sys.stderr = (_Output(number, given) for number, given in ((1, sys.stdout), (2, sys.stderr)))
+    columns = os.environ.get("COLUMNS", "1")
+    if not columns.isdecimal() or int(columns) == 0:  # a terminal of unknown size, on which rich would print nothing
+        del os.environ["COLUMNS"]
 
 
 class _VisibleFormatter(logging.Formatter):

@@ -368,9 +368,10 @@ class FeatureStore:
             digests.require_whole(self.folder, "Build it again: only what is damaged is computed anew.")
         index = read_json(self.folder / INDEX)
         if (schema := index.get("schema_version", SCHEMA_VERSION)) != SCHEMA_VERSION:
+            writer = index.get("outrider_version")
             raise BadInputError(
-                f"{self.folder / INDEX}: schema {schema!r}, of Outrider {index.get('outrider_version')}; here it "
-                f"is {SCHEMA_VERSION}. Use that Outrider, or delete the store, which is then built again."
+                f"{self.folder / INDEX}: schema version {schema!r}, written by Outrider {writer}; this one reads "
+                f"{SCHEMA_VERSION}. Use that Outrider, or delete the store, which is then built again."
             )
         self.taps: tuple[int, ...] = tuple(index["taps"] if taps is None else taps)
         self._columns = [_column(tap, index, self.folder) for tap in self.taps]

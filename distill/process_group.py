@@ -16,9 +16,9 @@ from torch import distributed
 from ..common import OutriderError
 from ..common.file_process_group import PREFIX, LaunchGroup, clear_abandoned
 from ..common.progress import hide_library_bars, plain_lines, say_retries_once
-from ..common.runtime import keep_large_blocks, remember_few_shapes
+from ..common.runtime import keep_large_blocks, remember_few_shapes, require_docstrings
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
-from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr
+from ..common.terminal import VisibleConsole, log_to_stderr, open_output, print_to_stderr
 from ..targets import Target
 from ..targets.sharding import follow, leading, leave_group, processes, share
 
@@ -71,6 +71,8 @@ def run_command(
     Args:
         work: returns what the first process says at the end; the console is None in the others.
     """
+    if arguments is None:  # the process is this command's own
+        open_output()
     given, rank = parser.parse_intermixed_args(arguments), os.environ.get("RANK", "0")
     log_to_stderr(logging.INFO if rank == "0" else logging.ERROR)
     say_retries_once()
@@ -81,6 +83,7 @@ def run_command(
     prefix = "" if rank == "0" else f"[process {rank}] "
     ended_well, console = False, None if prefix else VisibleConsole(stderr=True)
     try:
+        require_docstrings()
         with stoppable(), plain_lines(console, verb):
             said, code = work(given, console), 0
         ended_well = True

@@ -25,8 +25,8 @@ from ..targets.fingerprint import Fingerprint
 MANIFEST, RECIPE, CALIBRATION, LEARNT = "pair.json", "recipe.yaml", "calibration.jsonl", "learnt.txt"
 SIGNATURE = "pair.json.sig"
 DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
-# Raised when a reader before would not understand a pair. 1 was two schemas: before 2026-11-22 an identity did not
-# cover tokenizer and adapter (2 did), and from 2026-11-23 it was what 3 is, with other config.json of drafters.
+# Raised when an earlier reader would not understand a pair. 1 was two schemas: before 2026-11-22 an identity did not
+# cover tokenizer and adapter, as that of 2 did; from 2026-11-23 it was 3, with another config.json of the drafter.
 SCHEMA_VERSION: Final = 3
 
 

@@ -3,7 +3,8 @@
 Torch and transformers take seconds to import, so they are imported inside the verbs: `outrider --help` answers at once.
 
 Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered) · 2 bad usage or bad input ·
-3 incompatible · 70 a fault in Outrider itself · 130, 143, 129 stopped by Ctrl-C, SIGTERM, SIGHUP.
+3 incompatible · 70 a fault in Outrider itself · 130, 143, 129 stopped by Ctrl-C, SIGTERM, SIGHUP · 141 the reader of
+stdout left.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -28,9 +30,9 @@ from ..common import BadInputError, OutriderError
 from ..common.atomic import is_disk_full, require_folder, system_number, write_atomically
 from ..common.places import COMPARISON, QUICKSTART, REFRESH, REPORT, TRAINED, require_file, require_place
 from ..common.progress import plain_lines, say_retries_once
-from ..common.runtime import keep_large_blocks, remember_few_shapes
-from ..common.signals import how, number_of, stoppable
-from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
+from ..common.runtime import keep_large_blocks, remember_few_shapes, require_docstrings
+from ..common.signals import StoppedError, how, number_of, stoppable, watched
+from ..common.terminal import VisibleConsole, log_to_stderr, open_output, print_to_stderr, visible
 from ..common.values import printable_urls
 from . import data_cli, export_cli, recipe_keys, serving_cli, starter
 from .help_examples import EXAMPLES
@@ -66,14 +68,23 @@ _URL = re.compile(
 )
 _BROKEN = {errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE}  # whatever file it is
 _OUR_CALLS = {errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTTY, errno.ESPIPE}  # errors of calls that were wrong
+_IN_WORDS = ("unable to mmap", "unable to open file", "Symlink loop from")  # the last one is pathlib's
 _LONGEST = 10_000  # letters of a sentence about an error
 # Their output appears as it is made.
 SPEAKING = {("generate",)} | {(name, verb) for name, group in verb_groups().items() for verb in group.speaking}
+# The reader of stdout left, as head does.
+UNREAD = {getattr(signal, "SIGPIPE", 13)}
 GOES_ON = "what was done is kept, and the same command goes on from there."
 
 
 class Verbs(TyperGroup):
     """Verbs whose errors become one line on stderr, an exit code, and an answer in JSON if a program asked."""
+
+    def make_context(self, *given: Any, **settings: Any) -> Any:
+        try:
+            return super().make_context(*given, **settings)  # help and version are printed here
+        except StoppedError as error:
+            raise typer.Exit(error.exit_code) from None  # typer would take it for Ctrl-C
 
     def invoke(self, ctx: Any) -> Any:
         given = [*getattr(ctx, "_protected_args", []), *ctx.args]  # the verb comes first
@@ -87,6 +98,8 @@ class Verbs(TyperGroup):
             with stoppable(), plain_lines(None if speaks else console_for(as_json), " ".join(given[:1])):
                 return super().invoke(ctx)
         except KeyboardInterrupt as error:
+            if number_of(error) in UNREAD and ctx.invoked_subcommand not in RESUMED:
+                raise typer.Exit(128 + number_of(error)) from None
             after = GOES_ON if ctx.invoked_subcommand in RESUMED else "nothing was written; run the same command again."
             _complain(str(error) or f"{how(error)}; {after}", label="")
             raise typer.Exit(128 + number_of(error)) from None
@@ -105,13 +118,13 @@ class Verbs(TyperGroup):
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Return the exit code of a verb that raised; None for what typer handles (usage, exits, closed pipes)."""
+    """Return the exit code of a verb that raised; None for what typer handles (usage, exits)."""
     if not isinstance(error, Exception):
         return BAD_INPUT if _is_panic(error) else None
     if isinstance(error, OutriderError):
         return int(error.exit_code)
     module = type(error).__module__.partition(".")[0]
-    if module in ("typer", "click") or isinstance(error, BrokenPipeError):
+    if module in ("typer", "click"):
         return None
     is_systems = isinstance(error, MemoryError) or is_disk_full(error) or _is_refused_by_system(error)
     return BAD_INPUT if is_systems else FAULT
@@ -124,7 +137,9 @@ def _is_refused_by_system(error: Exception) -> bool:
     """
     number, named = system_number(error), error.filename if isinstance(error, OSError) else None
     if number is None or number in _BROKEN or not isinstance(named, str):
-        said = isinstance(error, RuntimeError) and str(error).startswith(("unable to mmap", "unable to open file"))
+        words = str(error)
+        said = isinstance(error, RuntimeError) and words.startswith(_IN_WORDS)
+        said |= isinstance(error, ImportError) and "failed to map segment" in words  # no address space is left
         return said if number is None else number not in _OUR_CALLS
     try:
         return not Path(os.path.realpath(named)).is_relative_to(Path(__file__).resolve().parents[1])
@@ -203,6 +218,7 @@ def _every_verb(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
+    require_docstrings()
     # Libraries read these at import; the user's own settings win. Their warnings are for programmers, not for users.
     warnings.filterwarnings("ignore", category=FutureWarning)
     log_to_stderr()
@@ -636,7 +652,19 @@ for _name, _group in verb_groups().items():
 
 
 def main() -> None:
-    app(prog_name="outrider")
+    """Run the command, and end the process with its exit code."""
+    open_output()
+    try:
+        try:
+            with watched():
+                app(prog_name="outrider")
+        finally:
+            sys.stdout.flush()
+    except OutriderError as error:  # stdout failed outside of a verb
+        _complain(str(error))
+        sys.exit(error.exit_code)
+    except StoppedError as error:
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

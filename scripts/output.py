@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -15,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..common.terminal import VisibleConsole, visible
+
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 _answers: ContextVar[TextIO | None] = ContextVar("answers", default=None)
 
@@ -34,9 +37,12 @@ def answering(as_json: bool) -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """Write an answer for a program to stdout."""
+    """Write an answer for a program, in JSON, to stdout; where that is not in UTF-8, in ASCII."""
     stdout = _answers.get() or sys.stdout
-    stdout.write(visible(text))
+    text = visible(text)
+    if not str(stdout.encoding).lower().startswith("utf"):
+        text = _NOT_ASCII.sub(lambda letter: json.dumps(letter[0])[1:-1], text)
+    stdout.write(text)
     stdout.flush()
 
 

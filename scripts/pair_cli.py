@@ -165,7 +165,9 @@ def push(pair: PairFolder, registry: RegistryPlace = None, as_json: AsJson = Fal
     console = console_for(as_json)
     opened, loaded = opened_registry(registry), PairFiles.load(pair)
     entry = opened.push(loaded, console)
-    console.print(f"[bold]{escape(str(entry))}[/bold] (revision {entry.revision}) is in {escape(opened.store.where)}")
+    there = f"waits for `{waiting}`, which sends it to" if (waiting := opened.store.waiting) else "is in"
+    where = f"{there} {opened.store.where}"
+    console.print(f"[bold]{escape(str(entry))}[/bold] (revision {entry.revision}) {escape(where)}")
     finish(as_json, "pair-push", {"registry": opened.store.where, "digest": loaded.digest, **vars(entry)})
 
 

@@ -121,6 +121,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     values = {n: v for n, v in (_defaults(recipe) | check_training(recipe.training)).items() if n not in _OWN}
     with_muon = values.get("optim") == muon.NAME
     try:
+        values["remove_unused_columns"] = False  # all are used, and `forward` names none of them
         args = TrainingArguments(**values | ({"optim": "adamw_torch"} if with_muon else {}))
         device = args.device
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
@@ -190,7 +191,6 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         "output_dir": str(recipe.output_folder / "checkpoints"),
         "run_name": recipe.name,
         "report_to": "none",
-        "remove_unused_columns": False,
         "average_tokens_across_devices": True,
         "use_cpu": not has_gpu,
         "dataloader_pin_memory": has_gpu,

@@ -31,6 +31,8 @@ _WAIT = 60.0  # seconds, on a disk without links
 class FolderStore:
     """A folder with a registry's files."""
 
+    waiting: str | None = None
+
     def __init__(self, folder: str | Path):
         self.folder = Path(folder).expanduser()
 

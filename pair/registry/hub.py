@@ -50,6 +50,8 @@ class HubStore:
         api: with another endpoint or token than the environment's.
     """
 
+    waiting: str | None = None
+
     def __init__(self, repository: str, api: HfApi | None = None):
         self.repository, self.api = repository, api or HfApi()
         self._head: str | None = None

@@ -31,7 +31,12 @@ _NOTHING = "Nothing was taken from it."
 
 
 class RegistryStore(Protocol):
-    """A place with files in it: a folder, or a service."""
+    """A place with files in it: a folder, or a service.
+
+    `waiting`: the command that sends what was added to it; None where all of it is there.
+    """
+
+    waiting: str | None
 
     @property
     def where(self) -> str:

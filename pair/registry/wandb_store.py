@@ -41,6 +41,7 @@ class WandbStore:
         weakref.finalize(self, scratch.close)
         self._versions: dict[str, Any] = {}
         self._pulled: list[FolderStore] = []
+        self.waiting: str | None = None  # the command that sends what was added offline
 
     @property
     def where(self) -> str:
@@ -81,6 +82,8 @@ class WandbStore:
         Offline, the run waits in its folder for `wandb sync`. wandb has no step that fails for the second of two
         writers: if two push one version at a time, both are kept, and the later one is the newest.
         """
+        if os.environ.get("WANDB_MODE") == "disabled":
+            raise BadInputError("WANDB_MODE is disabled, and wandb would keep nothing of the pair; unset it.")
         published, place = published_at(entry), self.folder / "pushed" / entry.replace("/", "-")
         FolderStore(place).add(blobs, entry, content)
         wandb = _library()
@@ -89,7 +92,9 @@ class WandbStore:
         options = {"entity": self.entity, "project": self.project, "job_type": "outrider pair push"}
         with _explained(self.where), wandb.init(**options) as run:
             logged = run.log_artifact(artifact, aliases=["latest", published.label])
-            if not run.offline:
+            if run.offline:
+                self.waiting = f"wandb sync {Path(run.dir).parent}"
+            else:
                 logged.wait()
         return True
 

@@ -171,6 +171,9 @@ def test_a_full_disk_names_the_folder(raising: Raising, error: Exception) -> Non
 BROKEN: list[Exception] = [OSError(n, os.strerror(n)) for n in (errno.EINTR, errno.EAGAIN, errno.ENOLCK, errno.ENODEV)]
 BROKEN += [PermissionError("Permission denied (os error 13)")]  # safetensors, which could not map a file
 BROKEN += [SafetensorError("Error while deserializing header: I/O error: Input/output error (os error 5)")]
+BROKEN += [BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))]  # of a server, or of a process of ours
+BROKEN += [RuntimeError("Symlink loop from '/a'")]  # of pathlib
+BROKEN += [ImportError("libtorch_cpu.so: failed to map segment from shared object")]  # under `ulimit -v`
 
 
 @pytest.mark.parametrize("error", BROKEN)

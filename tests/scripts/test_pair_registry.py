@@ -117,3 +117,15 @@ def test_a_registry_is_asked_for_or_taken_from_the_environment(
     monkeypatch.setenv("OUTRIDER_REGISTRY", str(tmp_path / "registry"))
     words(outrider("pair", "push", pairs[0].folder))
     assert (tmp_path / "registry" / "pairs" / "tiny" / "1.1.json").is_file()
+
+
+def test_a_push_that_wandb_keeps_offline_names_the_command_that_sends_it(
+    outrider: Command, ngram_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said = words(outrider("pair", "push", ngram_pair, "--registry", "wandb://team/drafters"))
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert f"waits for `wandb sync {kept}`, which sends it to wandb://team/drafters" in said

@@ -97,6 +97,10 @@ def test_every_field_may_be_given(recipe):
     assert check_training(defaults).keys() == defaults.keys()
 
 
+def test_no_column_of_a_row_is_unused(recipe):
+    assert not training_arguments(recipe("columns", remove_unused_columns=True)).remove_unused_columns
+
+
 def test_silence_gets_our_defaults_and_speech_wins(recipe):
     silent = training_arguments(recipe("silent"))
     assert silent.output_dir.endswith("silent/checkpoints")

@@ -61,6 +61,12 @@ def project(tmp_path, monkeypatch) -> Project:
     return found
 
 
+def test_a_push_that_wandb_would_keep_nowhere_is_refused(project, make_version, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with pytest.raises(BadInputError, match="WANDB_MODE is disabled, and wandb would keep nothing"):
+        Registry(project).push(make_version(3))
+
+
 def test_a_pair_is_an_artifact_with_the_layout_of_a_folder(project, make_version, tmp_path, monkeypatch):
     pair = make_version(3)
     assert Registry(project).push(pair) == Entry("tiny", 3, 1)
@@ -71,7 +77,8 @@ def test_a_pair_is_an_artifact_with_the_layout_of_a_folder(project, make_version
     FolderStore(tmp_path / "folder").add(blobs, "pairs/tiny/3.1.json", b"x")
     laid_out = {p.relative_to(tmp_path / "folder").as_posix() for p in (tmp_path / "folder").rglob("*") if p.is_file()}
     assert set(artifact.manifest.entries) == laid_out
-    assert list((tmp_path / "wandb" / "wandb").glob("offline-run-*/*.wandb")), "for `wandb sync`"
+    (kept,) = (tmp_path / "wandb" / "wandb").glob("offline-run-*/*.wandb")
+    assert project.waiting == f"wandb sync {kept.parent}"
 
     monkeypatch.setenv("WANDB_MODE", "online")  # only now somebody can be asked what is there
     pulled = Registry(project).pull(PairReference.parse("tiny@3"), tmp_path / "pulled")

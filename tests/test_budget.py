@@ -19,7 +19,7 @@ HOUSE = Path(__file__).parents[1]
 LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
-    "common": 3150,
+    "common": 3300,
     "targets": 6720,
     "heads": 8650,
     "formats": 3950,
@@ -38,7 +38,7 @@ OTHERS = {"tests": 55_000, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,
-    "imports inside functions, outside the command line": 25,
+    "imports inside functions, outside the command line": 34,
     "Any": 800,
 }
 # Files of ours that run in one round of an EAGLE-3 chain, and in one of its training steps. The goals are 8 and 5.

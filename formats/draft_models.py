@@ -16,13 +16,13 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common import BadInputError, IncompatibleError
 from ..heads import DraftModel, DraftModelConfig
 from ..targets import Target, load_causal_lm
+from ..targets.gguf_models import read_gguf
 from .base_layout import DrafterFiles, ExportLayout
 from .engine_logits import ProbeSequence, model_logits
 
@@ -77,31 +77,6 @@ def _file(folder: Path) -> Path:
     if len(files) != 1:
         raise BadInputError(f"{folder}: expected one .gguf file, found {len(files)}.")
     return files[0]
-
-
-def read_gguf(file: Path) -> Any:
-    """Return the model in `file`, in fp32, as `transformers` reads it, which may be saved as any other.
-
-    Raises BadInputError if it cannot be read.
-    """
-    # Newer versions leave weights packed unless told otherwise, and then cannot save the model.
-    asked: Any = getattr(transformers, "GgufConfig", None)
-    unpacked = {} if asked is None else {"quantization_config": asked(dequantize=True)}
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(file.parent),
-            gguf_file=file.name,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **unpacked,
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInputError(f"{file}: cannot be read as GGUF ({str(error).splitlines()[0]}).") from error
-    model, info = loaded
-    if misfits := sorted(str(name) for name, *_ in info["mismatched_keys"]):  # which the library fills at random
-        raise BadInputError(f"{file}: the sizes that transformers reads there do not fit {misfits[0]}.")
-    return model.eval().requires_grad_(False)
 
 
 def _require_same_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
-from ..targets import embedded_path
-from ..targets.loading import EMBEDDED
+from ..targets.loading import target_path
 from ..targets.weights import WEIGHT_TYPES
 from .base_layout import DrafterFiles, ExportLayout
 
@@ -53,7 +52,7 @@ class TargetFacts:
         """Return the facts of the target in this folder; None if it is not on this machine."""
         if path is None or not str(path):
             return None
-        folder = embedded_path() if str(path) == EMBEDDED else Path(path).expanduser()
+        folder = Path(target_path(str(path))).expanduser()
         if not (folder / "config.json").is_file():
             return None
         config = read_json(folder / "config.json")

@@ -30,8 +30,8 @@ from transformers.utils import cached_file
 
 from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..common.errors import LIBRARY_ERRORS, reason
-from ..targets import Target, embedded_path
-from ..targets.loading import EMBEDDED
+from ..targets import Target
+from ..targets.loading import target_path
 from ..targets.model_folder import INDEX, SINGLE, plain_weight_map
 from ..targets.weights import WEIGHT_TYPES, other_shapes, stored_tensors
 
@@ -159,7 +159,7 @@ class Checkpoint:
 
 def folder_of(source: str) -> str:
     """Return the folder or the id of the Hub that a recipe's `source` means."""
-    return str(embedded_path() if source == EMBEDDED else Path(source).expanduser())
+    return str(Path(target_path(source)).expanduser())
 
 
 def load_native(modules: Sequence[nn.Module], layer: dict[str, Any], target: Target, path: str | None = None) -> None:

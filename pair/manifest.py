@@ -60,12 +60,14 @@ class FingerprintRecord(Part):
 class Source(SparsePart):
     """The place that the target was loaded from, for people and for `Pair.open`. No part of the identity."""
 
-    OPTIONAL = ("quantize",)
+    OPTIONAL = ("quantize", "gguf", "gguf_type")
 
     path: str | None = None
     revision: str | None = None
     adapter: str | None = None
     quantize: str | None = None
+    gguf: str | None = None
+    gguf_type: str | None = None
 
 
 class TargetRecord(SparsePart):

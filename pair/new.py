@@ -33,7 +33,7 @@ from ..recipes import Recipe, SourceSpec
 from ..recipes.suite_names import PACKAGED
 from ..targets import Target
 from ..targets.fingerprint import digest_file, digest_files
-from ..targets.model_folder import is_local
+from ..targets.model_folder import NAMES, is_local
 from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .folder import verify
@@ -322,7 +322,7 @@ def _source(target: Target) -> Source:
     """Return the place that the target was loaded from, with absolute local paths."""
     values = {name: target.source.get(name) for name in Source.model_fields}
     for name in ("path", "adapter"):
-        if (value := values[name]) is not None and Path(value).exists():
+        if (value := values[name]) is not None and value not in NAMES and Path(value).exists():
             values[name] = str(Path(value).resolve())
     return Source(**values)
 
@@ -406,7 +406,7 @@ def paired(folder: str | Path, target: Target, drafter: Drafter, console: Consol
     """
     if target.source.get("path") is None:
         raise BadInputError("this target was given in memory; load it from a folder or the Hub to make a pair.")
-    spec = {k: v for k, v in target.source.items() if v is not None}
+    spec = {k: v for k, v in target.source.items() if v is not None and not k.startswith("gguf")}
     values = {
         "name": re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(folder).name).strip("-._") or drafter.name,
         "target": spec | {"dtype": str(target.dtype).removeprefix("torch.")},

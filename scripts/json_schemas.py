@@ -61,6 +61,13 @@ class FindingBody(Body):
     line: str
 
 
+class FetchBody(Body):
+    """A model that was fetched: where it is now, and the seconds of each step; none if it was there."""
+
+    folder: str
+    seconds: dict[str, float]
+
+
 class GateBody(Body):
     """The gate's verdict. `same_target`: whether both reports are about one target."""
 
@@ -279,6 +286,7 @@ BODIES: dict[str, Any] = {
     "refresh": PairBody,
     "gate": GateBody,
     "doctor": dict[str, Any],
+    "fetch": FetchBody,
 }
 
 

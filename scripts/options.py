@@ -19,7 +19,9 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, e.g. training.max_steps=50."),
 ]
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
-NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
+NewTarget = Annotated[
+    str, typer.Option("--target", help="The changed target: a folder, a .gguf, a Hub id, 'embedded'.")
+]
 TargetNow = Annotated[
     str | None, typer.Option("--target", help="Where the target is now (default: where the pair says).")
 ]
@@ -71,11 +73,12 @@ Temperature = Annotated[float, typer.Option(callback=checked_temperatures)]
 def recipe_of(name: str, changes: list[str] | None) -> Recipe:
     """Return the recipe that a verb was given, with its changes; its target is there, if it is a folder."""
     from ..recipes import load_recipe
-    from ..targets.model_folder import require_local_model
+    from ..targets.model_folder import NAMES, gguf_in, require_local_model
 
     loaded = load_recipe(name, changes or [])
-    if loaded.target.path != "embedded" and "@" not in loaded.target.path:  # the packaged one; PATH@SHAPE
-        require_local_model(loaded.target.path)
+    path = loaded.target.path
+    if path not in NAMES and "@" not in path and gguf_in(path) is None:  # PATH@SHAPE
+        require_local_model(path)
     return loaded
 
 

@@ -151,10 +151,14 @@ _LONG = """num_train_epochs: 2
 
 def starter(target: str, prompts: list[str] | None = None) -> str:
     """Return a recipe for `target`, a folder, a Hub id or "embedded", as YAML with comments; nothing is loaded."""
-    from ..targets.model_folder import model_folder
+    from ..targets.model_folder import FETCHED, gguf_in, model_folder
 
-    is_ours = target == "embedded"
-    folder = embedded_file("target/config.json").parent if is_ours else model_folder(target, weights=False)
+    is_ours, place = target == "embedded", target
+    if target in FETCHED or gguf_in(target) is not None:
+        from ..targets.loading import target_path  # seconds of imports, which other models do without
+
+        place = target_path(target)
+    folder = embedded_file("target/config.json").parent if is_ours else model_folder(place, weights=False)
     facts, name = ModelFacts.of(folder), re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(target).name).strip("-_.")
     small, room = facts.parameters < SMALL, facts.context or 4096
     kind = "eagle3" if facts.layers >= _FEW else "eagle1"
@@ -206,7 +210,9 @@ def _values(file: Path) -> dict[str, Any]:
 
 
 def init(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A model: a folder, a Hub id, or 'embedded'.")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A folder, a .gguf, a Hub id, 'embedded' or 'smollm2'.")
+    ],
     out: Annotated[Path, typer.Option(help="The new file.")] = Path("recipe.yaml"),
     prompts: Annotated[
         list[str] | None, typer.Option(help="A source for data.prompts; may be repeated (default: a line to fill in).")

@@ -39,7 +39,7 @@ from ..common.runtime import give_back_unused, versions
 from ..common.safe_load import read_json
 from .fingerprint import Fingerprint, digest_tokenizer, plain_config
 from .layers import decoder_layers
-from .loading import folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, split_shape, target_path
+from .loading import folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, source_of, split_shape, target_path
 from .model_folder import GENERATION_CONFIG, INDEX, SINGLE, commit_of, plain_weight_map
 from .target import Target
 from .weights import digest_tensor, stored_tensors
@@ -80,7 +80,7 @@ def config_only_target(
         except (TypeError, ValueError) as error:
             raise BadInputError(f"{folder / GENERATION_CONFIG} cannot be used: {error}. Mend or remove it.") from error
     tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
-    source = {"path": path, "revision": revision, "adapter": None}
+    source = source_of(path, revision)
     read = partial(load_causal_lm, name, dtype, revision, trust_remote_code)
     return Target(model, tokenizer, source, lambda: _fingerprint(read, tokenizer, load))
 
@@ -220,7 +220,7 @@ def target_without_layers(
     norm = norm_after_layers(model)
     _fill(model, _parts(model, norm), folder, torch.device(device))
     tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
-    source = {"path": path, "revision": revision, "adapter": None}
+    source = source_of(path, revision)
     make = partial(_whole_fingerprint, model, tokenizer, folder, path, revision, dtype, trust_remote_code)
     whole = cache(lambda: _kept(folder, str(dtype), make))
     return TargetWithoutLayers(model, tokenizer, source, whole, norm=norm)

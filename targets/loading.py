@@ -28,12 +28,15 @@ from ..common import digests
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.plugins import plugin
 from ..common.safe_load import read_json
+from .gguf_models import converted, fetched_folder, gguf_facts
 from .images import SEEING, ImageReader, processor_in
 from .model_folder import (
+    FETCHED,
     INDEX,
     MODEL_CONFIG,
     SINGLE,
     check_files,
+    gguf_in,
     is_local,
     model_folder,
     plain_weight_map,
@@ -196,9 +199,20 @@ def split_shape(path: str) -> tuple[str, str | None]:
 
 
 def target_path(path: str) -> str:
-    """Return where a target's files are: the folder of the one that ships with Outrider, or `path`, without a shape."""
+    """Return where a target's files are: `path` without a shape, or the folder of a name of ours, or of a GGUF.
+
+    Raises the errors of `gguf_models.converted`, and BadInputError for a name whose model was not fetched.
+    """
     path = split_shape(path)[0]
-    return str(embedded_path()) if path == EMBEDDED else path
+    if path in FETCHED:
+        return str(fetched_folder(path))
+    file = gguf_in(path)
+    return str(embedded_path()) if path == EMBEDDED else path if file is None else str(converted(file))
+
+
+def source_of(path: str, revision: str | None, adapter: str | None = None) -> dict[str, str | None]:
+    """Return where a target is loaded from, for people: of one made of a GGUF with its digest and quantisation."""
+    return {"path": path, "revision": revision, "adapter": adapter} | gguf_facts(Path(target_path(path)))
 
 
 def embedded_path() -> Path:

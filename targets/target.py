@@ -32,6 +32,7 @@ from .loading import (
     load_causal_lm,
     load_tokenizer_of,
     quantise,
+    source_of,
     split_shape,
     target_growth,
     target_path,
@@ -64,7 +65,7 @@ class Target(Backbone):
 
     Attributes:
         source: where it was loaded from, for people: `{"path", "revision", "adapter"}`, and "quantize" if it was. From
-            the Hub, the revision is the commit.
+            the Hub, the revision is the commit; of a GGUF there are its digest ("gguf") and quantisation ("gguf_type").
         sharded: whether each process holds only a part of its layers, see `targets.sharding`.
         has_layers: whether it makes passes; else they are an engine's.
     """
@@ -144,7 +145,7 @@ class Target(Backbone):
         cast(nn.Module, model).to(device).eval().requires_grad_(False)
         if quantize is not None:
             quantise(model, quantize)
-        source = {"path": path, "revision": revision, "adapter": adapter}
+        source = source_of(path, revision, adapter)
         return cls(model, tokenizer, source if quantize is None else source | {"quantize": quantize})
 
     def move_to(self, device: torch.device) -> None:

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.formats import export_drafter
-from outrider.formats.draft_models import read_gguf, write_gguf
+from outrider.formats.draft_models import write_gguf
 from outrider.heads import Drafter, Eagle3, PEagle, TargetBatch
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import RowLengths, Target
+from outrider.targets.gguf_models import read_gguf
 
 from ..closeness import WHOLE_PASS, assert_same
 from ..conftest import place_of

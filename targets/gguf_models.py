@@ -27,24 +27,25 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 
 from ..common import digest_cache
-from ..common.atomic import replacing_folder, require_space
+from ..common.atomic import replacing_folder, require_space, write_atomically
 from ..common.digests import digest_json, file_digest, read_sealed, require_whole, seal, write_json
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.locks import locked
 from ..common.runtime import versions
-from ..common.safe_load import open_regular
+from ..common.safe_load import MEGABYTE, open_regular
 from .model_folder import FETCHED, SINGLE, check_config, without_questions
 from .smoke_check import few_logits, require_same_logits
 from .weights import digest_tensor, no_more_than
 
 RECORD = "gguf.json"
-_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its kind
+# Kinds of values, as `struct` names them, and the two that are none of its.
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_TEXT, _ARRAY, _MOST_DIMENSIONS, _ALIGNMENT = 8, 9, 4, 32
+_TEXT, _ARRAY = 8, 9
+_ALIGNMENT = 32  # bytes, unless the file says otherwise
+_MAX_HEADER, _MOST, _MOST_DIMENSIONS = 128 * MEGABYTE, 100_000, 4
 _ENDS = ("eos", "eot", "eom")  # tokens that end an answer: of a text, of a turn, of a message
 _PATIENCE = 3600.0  # seconds that another process may take to read the same file
 _GOOD_COPY = "Take a good copy of it."
@@ -109,39 +110,34 @@ class GgufHeader:
 
 
 class _Walk:
-    """The place up to which a GGUF's bytes were read. Nothing is taken for as long as it says before it is there."""
+    """The place up to which a GGUF's bytes were read. What it says is never believed before the bytes are there."""
 
     def __init__(self, content: mmap):
         self.content = content
-        self.at = 0
+        self.at = 4  # after its name
 
     def header(self) -> GgufHeader:
-        if self.content[:4] != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
-        self.at = 4
-        if (version := self.number("I")) not in (2, 3):
-            raise ValueError(f"version {version}")
+        if self.content[:4] != b"GGUF" or self.number("I") not in (2, 3):
+            raise ValueError(f"it begins with {self.content[:8]!r}")
         num_tensors, num_values = self.number("Q"), self.number("Q")
-        values = {}
-        for _ in range(num_values):
-            key = self.text()
-            values[key] = self.value(self.number("I"))
+        if max(num_tensors, num_values) > _MOST:
+            raise ValueError(f"{num_tensors} tensors and {num_values} values, at most {_MOST} are read")
+        values = {self.text(): self.value(self.number("I")) for _ in range(num_values)}
         tensors = [self.tensor() for _ in range(num_tensors)]
-        start = -(-self.at // (alignment := values.get("general.alignment", _ALIGNMENT))) * alignment
-        room = len(self.content) - start
-        if any(offset + size > room for *_, size, offset in tensors) or sum(t[3] for t in tensors) > room:
+        alignment = values.get("general.alignment", _ALIGNMENT)
+        room = len(self.content) - -(-self.at // alignment) * alignment
+        if any(end > room for *_, end in tensors) or sum(size for *_, size, _ in tensors) > room:
             raise ValueError(f"its {len(tensors)} tensors do not fit into its {len(self.content):,} bytes")
-        return GgufHeader(values, {name: kind for name, kind, *_ in tensors}, sum(t[2] for t in tensors))
+        types = {name: kind for name, kind, *_ in tensors}
+        return GgufHeader(values, types, sum(elements for _, _, elements, *_ in tensors))
 
     def number(self, form: str) -> Any:
-        (value,) = struct.unpack_from(f"<{form}", self.content, self.at)
-        self.at += struct.calcsize(f"<{form}")
-        return value
+        return struct.unpack_from(f"<{form}", self.content, self.skip(struct.calcsize(f"<{form}")).start)[0]
 
     def skip(self, length: int) -> slice:
         begin, self.at = self.at, self.at + length
-        if self.at > len(self.content):
-            raise ValueError("it ends within its header")
+        if self.at > min(len(self.content), _MAX_HEADER):
+            raise ValueError("its header does not end")
         return slice(begin, self.at)
 
     def text(self) -> str:
@@ -149,27 +145,26 @@ class _Walk:
 
     def value(self, kind: int) -> Any:
         """Return a value; of an array the number of its entries."""
-        if kind == _TEXT:
-            return self.text()
         if kind != _ARRAY:
-            return self.number(_FORMS[kind])
+            return self.text() if kind == _TEXT else self.number(_FORMS[kind])
         entry, count = self.number("I"), self.number("Q")
         if entry != _TEXT:
-            self.skip(_WIDTHS[entry] * count)
+            self.skip(struct.calcsize(_FORMS[entry]) * count)
             return count
         for _ in range(count):
             self.skip(self.number("Q"))
         return count
 
     def tensor(self) -> tuple[str, int, int, int, int]:
-        """Return a tensor's name, type, elements, bytes and place."""
+        """Return a tensor's name, type, elements, bytes, and the place of its end."""
         name, dimensions = self.text(), self.number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
         elements = prod(self.number("Q") for _ in range(dimensions))
         kind = self.number("I")
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-        return name, kind, elements, elements // block * size, self.number("Q")
+        num_bytes = elements // block * size
+        return name, kind, elements, num_bytes, self.number("Q") + num_bytes
 
 
 def read_gguf(file: Path, config: PreTrainedConfig | None = None) -> Any:
@@ -268,13 +263,20 @@ def _convert(file: Path, header: GgufHeader, digest: str, folder: Path) -> None:
     with replacing_folder(folder) as building:
         model.save_pretrained(building, max_shard_size="1TB")
         tokenizer.save_pretrained(str(building))
+        _keep_tokens(building / "tokenizer.json", header.values["tokenizer.ggml.tokens"])
         del model  # there may not be memory for two
-        again: PreTrainedModel = kind.from_pretrained(building, dtype=torch.float32, use_safetensors=True).eval()
-        require_same_logits(f"{file}, kept as safetensors,", few_logits(again, vocab), expected, _GOOD_COPY)
-        record = {"sha256": digest, "architecture": header.architecture, "quantisation": header.quantisation}
-        record |= {"file": file.name, "types": header.type_counts, "weights": _weights_digest(building / SINGLE)}
-        made_by = versions("outrider", "torch", "transformers", "gguf", "safetensors")
-        write_json(building / RECORD, record | {"versions": made_by})
+        again = kind.from_pretrained(building, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)
+        require_same_logits(f"{file}, kept as safetensors,", few_logits(again.eval(), vocab), expected, _GOOD_COPY)
+        record = {
+            "file": file.name,
+            "sha256": digest,
+            "architecture": header.architecture,
+            "quantisation": header.quantisation,
+            "types": header.type_counts,
+            "weights": _weights_digest(building / SINGLE),
+            "versions": versions("outrider", "torch", "transformers", "gguf", "safetensors"),
+        }
+        write_json(building / RECORD, record)
         seal(building)
 
 
@@ -317,6 +319,13 @@ def _tokenizer(file: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
     except Exception as error:
         raise BadInputError(f"{file}: its tokenizer cannot be read ({first_line(error)}). {_GOOD_COPY}") from error
+
+
+def _keep_tokens(file: Path, count: int) -> None:
+    """Take tokens out of a tokenizer.json that the library adds on its own: the model has no embedding for them."""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    values["added_tokens"] = [token for token in values["added_tokens"] if token["id"] < count]
+    write_atomically(file, json.dumps(values, indent=2, ensure_ascii=False))
 
 
 def _weights_digest(file: Path) -> str:

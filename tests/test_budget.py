@@ -20,7 +20,7 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3300,
-    "targets": 6720,
+    "targets": 7080,
     "heads": 8650,
     "formats": 3950,
     "decode": 4050,
@@ -31,7 +31,7 @@ ROOMS = {
     "train": 4800,
     "pair": 3500,
     "serving": 2460,
-    "scripts": 3750,
+    "scripts": 3830,
     LAB: 9000,
 }
 OTHERS = {"tests": 55_000, "benchmarks": 4000}

@@ -111,6 +111,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "lab/vocabulary_study.py": "what was just written as JSON",
             "serving/launching.py": "words of the command line",
             "targets/fingerprint.py": "of a tokenizer that was loaded",
+            "targets/gguf_models.py": "of a config and a tokenizer that were loaded",
             "targets/tokenizer_process.py": "of the child process, and what it is asked",
         },
     ),
@@ -151,7 +152,10 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "pickles": (PICKLES, {}),
     "a stranger's programs": (
         PROGRAMS,
-        {"targets/tokenizer_process.py": "the door"},
+        {
+            "targets/tokenizer_process.py": "the door",
+            "targets/gguf_models.py": "tokens and merges, without patterns; what is kept of them goes through the door",
+        },
     ),
     "pages": (("jinja2.Environment", "jinja2.Template"), {"eval/reports/render.py": "the door"}),
 }

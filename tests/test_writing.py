@@ -106,6 +106,7 @@ def test_whole_folders_are_written_by_few() -> None:
         "formats/draft_models.py",
         "heads/draft_model.py",
         "pair/new.py",
+        "targets/gguf_models.py",
         "lab/grow_verb.py",
         "scripts/quickstart.py",
         "train/joint.py",

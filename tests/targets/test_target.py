@@ -293,7 +293,10 @@ def test_a_home_folder_may_be_written_as_a_tilde(adapter, saved, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("./nowhere", "the folder does not exist. Give a folder, a Hub id like 'org/name', or 'embedded'"),
+        (
+            "./nowhere",
+            "the folder does not exist. Give a folder, a .gguf file, a Hub id like 'org/name'",
+        ),
         ("nowhere", "the folder does not exist"),
         ("nobody/nothing", "'nobody/nothing' cannot be loaded.*Check the path, or the Hub id"),
     ],

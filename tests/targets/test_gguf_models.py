@@ -21,6 +21,7 @@ from outrider.formats import draft_models
 from outrider.formats.draft_models import write_gguf
 from outrider.heads import Ngram
 from outrider.pair import StaleError
+from outrider.pair.export import export_pair
 from outrider.pair.new import paired
 from outrider.scripts.cli import app
 from outrider.targets import Target, config_only_target
@@ -106,6 +107,8 @@ def test_two_quantisations_of_a_model_do_not_mix(write: Write, tmp_path: Path) -
     assert (source.path, source.gguf) == (str(files[0]), file_digest(files[0]))
     assert source.gguf_type == "Q8_0 (30 Q8_0, 9 F32)"
     assert pair.load_target().fingerprint() == own.fingerprint()
+    launched = export_pair(pair, "vllm", tmp_path / "vllm", 2, own).launch.command
+    assert str(converted(files[0])) in launched, "an engine gets what was measured"
     with pytest.raises(StaleError, match="30 of 39 weights"):
         pair.open(other)
     answers = {}

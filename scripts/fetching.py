@@ -64,7 +64,7 @@ def fetch(
     folder = fetched_folder(name)
     require_whole(folder, "Remove the folder, and fetch it again.")
     steps.end("compared with the known digests", begin)
-    steps.console.print(f"[green]✓[/green] {name}: {escape(str(folder))} (target.path: {name})")
+    steps.console.print(f"[green]✓[/green] {escape(name)}: {escape(str(folder))} (target.path: {escape(name)})")
     finish(as_json, "fetch", {"folder": str(folder), "seconds": dict(steps)})
 
 

@@ -24,6 +24,8 @@ from ..heads.conftest import batch, decoded_logits
 
 # Norms have an epsilon of 1e-6. Those of grown heads have the grown stream's, and a channel for more tokens adds to it.
 EPSILON = 5e-6
+# Selectors score candidates by states that two more norms have read.
+EPSILONS = {"dflash2": 4 * EPSILON, "lilicorr": 4 * EPSILON}
 SIZES = {
     "vocab_size": 200,
     "hidden_size": 128,
@@ -109,7 +111,7 @@ def test_draft_logits_are_those_of_the_old_drafter(grown, name):
     after = decoded_logits(larger, target, TOKENS, starts, steps)
     for old, new in zip(chain.from_iterable(before), chain.from_iterable(after), strict=True):
         width = old.shape[-1]
-        assert_same(new[..., :width], old, apart=EPSILON)
+        assert_same(new[..., :width], old, apart=EPSILONS.get(drafter.name, EPSILON))
         assert (new[..., width:] < old.min() - 30).all()
 
 

@@ -73,7 +73,7 @@ def test_the_analytic_tau_and_the_measured_one_have_names_of_their_own(
     (tmp_path / "recipe.yaml").write_text(recipe().to_yaml())
     for metrics, said in ((logs, "; `outrider eval` measures it"), (measured, ", measured tau 1.65")):
         result = TrainResult(Path("here"), metrics, 7)
-        monkeypatch.setattr(entry, "train", lambda *_, result=result, **__: result)
+        monkeypatch.setattr("outrider.train.run.train", lambda *_, result=result, **__: result)
         given = argparse.Namespace(recipe=str(tmp_path / "recipe.yaml"), overrides=[], fresh=False)
         assert entry._train(given, None) == f"drafter after 7 steps: here; held out: analytic tau 3.47 (T=1){said}"
 

@@ -132,7 +132,11 @@ def test_a_config_out_of_reach_says_what_to_do(recipe):
 @pytest.mark.parametrize(
     ("values", "error", "said"),
     [
-        ({"rope_parameters": {"rope_type": "x"}}, BadInputError, "cannot be planned from configs alone: KeyError: 'x'"),
+        (
+            {"rope_parameters": {"rope_type": "x"}},
+            BadInputError,
+            "are of the type default, linear, llama3, yarn, found 'x'",
+        ),
         ({"num_attention_heads": 7}, BadInputError, "must be a multiple of num_key_value_heads, got 7 and 2"),
         ({"taps": [2, 9]}, IncompatibleError, r"reads hidden_states\[9\], but this target has 6 layers"),
     ],

@@ -1,4 +1,4 @@
-"""What other packages add to Outrider: drafters, export layouts, grown targets, report forms and verbs.
+"""What other packages add to Outrider: drafters, export layouts, targets, verbs and more.
 
 A package registers an object under the entry-point group `outrider.<kind>` in its own pyproject.toml. `outrider.lab`
 does so in ours, so that nothing in the kernel names it.

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from ..common.places import COMPARISON, require_place
-from ..scripts.options import AsJson, recipe_of
+from ..scripts.options import AsJson, recipes_of
 from ..scripts.output import console_for, finish
 
 
@@ -35,8 +35,7 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find a faster recipe by successive halving, and measure the best of all in one run."""
-    changes = [word for word in recipes if "=" in word]
-    loaded = [recipe_of(word, changes) for word in recipes if "=" not in word]
+    loaded = recipes_of(recipes)
     require_place(out, COMPARISON)
     from ..eval.reports.render import print_comparison
     from ..scripts.json_schemas import ReportBody

@@ -52,6 +52,7 @@ from .options import (
     checked_temperatures,
     pair_of,
     recipe_of,
+    recipes_of,
     share,
 )
 from .output import answering, console_for, finish, print_lines
@@ -402,8 +403,7 @@ def compare(
     """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup,
     parameters, with intervals.
     """
-    changes = [word for word in recipes if "=" in word]
-    loaded = [recipe_of(word, changes) for word in recipes if "=" not in word]
+    loaded = recipes_of(recipes)
     require_place(out, COMPARISON)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run

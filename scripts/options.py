@@ -82,6 +82,12 @@ def recipe_of(name: str, changes: list[str] | None) -> Recipe:
     return loaded
 
 
+def recipes_of(words: list[str]) -> list[Recipe]:
+    """Return the recipes among the words of a verb, each with the changes (`KEY=VALUE`) among them."""
+    changes = [word for word in words if "=" in word]
+    return [recipe_of(word, changes) for word in words if "=" not in word]
+
+
 def pair_of(folder: Path) -> Pair:
     """Return the pair in a folder; what is none is refused at once, before the seconds that importing torch takes."""
     from ..pair import PairFiles

@@ -13,6 +13,7 @@ from .grow_verb import grow
 from .replay_verb import replay
 from .report_verb import report
 from .search_verb import search
+from .transplant_verb import transplant
 from .vocabulary_verb import vocab
 from .watch_verb import watch
 
@@ -28,12 +29,13 @@ outrider lab report runs/pair-v1 runs/v2/pair --out runs/trend
 outrider lab search embedded-eagle3 embedded-eagle1 --candidates 36 --budget 180
 outrider lab grow embedded --like 0.4b --out runs/grown
 outrider lab grow path/to/target --like 8b --out runs/grown --drafter path/to/drafter num_hidden_layers=8
+outrider lab transplant path/to/draft-model path/to/target --out runs/draft-model
 outrider lab watch http://127.0.0.1:8000 --pair runs/pair-v1 --json
 outrider lab watch http://127.0.0.1:8000 --once --state watch.json
 """
 
 lab_app = typer.Typer(no_args_is_help=True, help="Young or rare tools, and tools for authors of drafters.")
-for _verb in (capacity, grow, replay, report, search, vocab, watch):
+for _verb in (capacity, grow, replay, report, search, transplant, vocab, watch):
     lab_app.command()(_verb)
 
 

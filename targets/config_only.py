@@ -42,7 +42,7 @@ from .layers import decoder_layers
 from .loading import folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, source_of, split_shape, target_path
 from .model_folder import GENERATION_CONFIG, INDEX, SINGLE, commit_of, plain_weight_map
 from .target import Target
-from .weights import digest_tensor, stored_tensors
+from .weights import digest_tensor, stored_digests, stored_tensors
 
 _ENOUGH = 2**26  # bytes of dropped weights, after which their memory, which malloc keeps, is given back
 _IN_ADVANCE = "HF_DEACTIVATE_ASYNC_LOAD"  # the library reads all weights in advance unless this is set
@@ -337,8 +337,7 @@ def _whole_fingerprint(
         return config_only_target(path, revision, None, dtype, trust_remote_code).fingerprint()
     digests: dict[str, str] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:  # one tensor is in memory at a time
-            digests |= {name: digest_tensor(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
+        digests |= stored_digests(file)
     template = getattr(tokenizer, "chat_template", None)
     return Fingerprint(
         tensors=dict(sorted(digests.items())),

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
 from collections import Counter
 from dataclasses import dataclass
-from math import prod
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
 import transformers
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,21 +28,22 @@ from transformers import (
 from ..common import digest_cache
 from ..common.atomic import replacing_folder, require_space, write_atomically
 from ..common.digests import digest_json, file_digest, read_sealed, seal, write_json
-from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
+from ..common.errors import (
+    LIBRARY_ERRORS,
+    BadInputError,
+    IncompatibleError,
+    OutriderError,
+    Refusal,
+    first_line,
+    reason,
+)
 from ..common.locks import locked
 from ..common.runtime import versions
-from ..common.safe_load import MEGABYTE, open_regular
 from .model_folder import FETCHED, SINGLE, check_config, without_questions
 from .smoke_check import few_logits, require_same_logits
-from .weights import digest_tensor, no_more_than
+from .weights import no_more_than, stored_digests
 
 RECORD = "gguf.json"
-# Kinds of values, as `struct` names them, and the two that are none of its.
-_FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_TEXT, _ARRAY = 8, 9
-_ALIGNMENT = 32  # bytes, unless the file says otherwise
-_MAX_HEADER, _LONGEST = 128 * MEGABYTE, 4096  # bytes; of a token or a merge
-_MOST, _MOST_DIMENSIONS = 100_000, 4
 _ENDS = ("eos", "eot", "eom")  # tokens that end an answer: of a text, of a turn, of a message
 _PATIENCE = 3600.0  # seconds that another process may take to read the same file
 _MAKE_AGAIN = "Remove the folder, and it is made again."
@@ -57,23 +54,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says before its weights: values by key, of arrays their lengths; tensors' types and sizes."""
+    """The header of a GGUF file: values by key (of arrays their lengths), the tensors' types, and their elements."""
 
     values: dict[str, Any]
-    types: dict[str, int]
+    types: dict[str, gguf.GGMLQuantizationType]
     elements: int
 
     @classmethod
     def of(cls, file: Path) -> GgufHeader:
         """Return the header of `file`; raises Refusal if it is damaged, cut short, or holds less than it says."""
         try:
-            with open_regular(file) as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
-                return _Walk(content).header()
-        except (struct.error, ValueError, KeyError, TypeError, ArithmeticError) as error:
-            if isinstance(error, OutriderError):
-                raise
+            read = gguf.GGUFReader(file)
+            if (taken := sum(tensor.n_bytes for tensor in read.tensors)) > file.stat().st_size:
+                raise ValueError(f"its {len(read.tensors)} tensors take {taken:,} bytes")
+            values = {
+                name: len(field.data) if gguf.GGUFValueType.ARRAY in field.types else field.contents()
+                for name, field in read.fields.items()
+            }
+        except (*LIBRARY_ERRORS, IndexError, ArithmeticError) as error:
             found = f"damaged, cut short, or no GGUF file ({reason(error)})"
             raise Refusal.of(file, found, "GGUF version 2 or 3", _GOOD_COPY) from error
+        types = {tensor.name: tensor.tensor_type for tensor in read.tensors}
+        return cls(values, types, sum(tensor.n_elements for tensor in read.tensors))
 
     @property
     def architecture(self) -> str:
@@ -82,8 +84,7 @@ class GgufHeader:
     @property
     def type_counts(self) -> dict[str, int]:
         """The number of tensors by type, the most frequent first."""
-        counts = Counter(gguf.GGMLQuantizationType(kind).name for kind in self.types.values())
-        return dict(counts.most_common())
+        return dict(Counter(kind.name for kind in self.types.values()).most_common())
 
     @property
     def quantisation(self) -> str:
@@ -109,66 +110,6 @@ class GgufHeader:
         factor = self.values.get(f"{scaling}.factor", self.values.get(f"{self.architecture}.rope.scale_linear", 1))
         stretched = self.values.get(f"{scaling}.type", "none") != "none" and factor != 1
         return stretched or any(name.startswith(("rope_freqs", "rope_factors")) for name in self.types)
-
-
-class _Walk:
-    """The place up to which a GGUF's bytes were read. What it says is never believed before the bytes are there."""
-
-    def __init__(self, content: mmap):
-        self.content = content
-        self.at = 4  # after its name
-
-    def header(self) -> GgufHeader:
-        if self.content[:4] != b"GGUF" or self.number("I") not in (2, 3):
-            raise ValueError(f"it begins with {self.content[:8]!r}")
-        num_tensors, num_values = self.number("Q"), self.number("Q")
-        if max(num_tensors, num_values) > _MOST:
-            raise ValueError(f"{num_tensors} tensors and {num_values} values, at most {_MOST} are read")
-        values = {self.text(): self.value(self.number("I")) for _ in range(num_values)}
-        tensors = [self.tensor() for _ in range(num_tensors)]
-        alignment = values.get("general.alignment", _ALIGNMENT)
-        room = len(self.content) - -(-self.at // alignment) * alignment
-        if any(end > room for *_, end in tensors) or sum(size for *_, size, _ in tensors) > room:
-            raise ValueError(f"its {len(tensors)} tensors do not fit into its {len(self.content):,} bytes")
-        types = {name: kind for name, kind, *_ in tensors}
-        return GgufHeader(values, types, sum(elements for _, _, elements, *_ in tensors))
-
-    def number(self, form: str) -> Any:
-        return struct.unpack_from(f"<{form}", self.content, self.skip(struct.calcsize(f"<{form}")).start)[0]
-
-    def skip(self, length: int) -> slice:
-        begin, self.at = self.at, self.at + length
-        if self.at > min(len(self.content), _MAX_HEADER):
-            raise ValueError("its header does not end")
-        return slice(begin, self.at)
-
-    def text(self) -> str:
-        return self.content[self.skip(self.number("Q"))].decode()
-
-    def value(self, kind: int) -> Any:
-        """Return a value; of an array the number of its entries."""
-        if kind != _ARRAY:
-            return self.text() if kind == _TEXT else self.number(_FORMS[kind])
-        entry, count = self.number("I"), self.number("Q")
-        if entry != _TEXT:
-            self.skip(struct.calcsize(_FORMS[entry]) * count)
-            return count
-        for _ in range(count):
-            if (length := self.number("Q")) > _LONGEST:
-                raise ValueError(f"a list holds a text of {length} bytes, at most {_LONGEST} are read")
-            self.skip(length)
-        return count
-
-    def tensor(self) -> tuple[str, int, int, int, int]:
-        """Return a tensor's name, type, elements, bytes, and the place of its end."""
-        name, dimensions = self.text(), self.number("I")
-        if dimensions > _MOST_DIMENSIONS:
-            raise ValueError(f"{name} has {dimensions} dimensions")
-        elements = prod(self.number("Q") for _ in range(dimensions))
-        kind = self.number("I")
-        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-        num_bytes = elements // block * size
-        return name, kind, elements, num_bytes, self.number("Q") + num_bytes
 
 
 def read_gguf(file: Path, config: PreTrainedConfig | None = None) -> Any:
@@ -213,11 +154,11 @@ def converted(file: Path) -> Path:
         BadInputError: it is damaged, is one of several parts, or has no tokenizer.
         IncompatibleError: `transformers` does not dequantise its architecture.
     """
-    header = GgufHeader.of(file)
-    header.require_whole_model(file)
     digest = file_digest(file)
     folder = models_folder() / digest
     if not (folder / RECORD).is_file():
+        header = GgufHeader.of(file)
+        header.require_whole_model(file)
         with locked(folder, _PATIENCE):
             if not (folder / RECORD).is_file():
                 _log.info("%s (%s) is read once, and kept as float32 in %s", file, header.quantisation, folder)
@@ -251,7 +192,12 @@ def _convert(file: Path, header: GgufHeader, digest: str, folder: Path) -> None:
     """Write the model of a GGUF into `folder`, with a record, and compare it, read again, with the one in memory."""
     with without_questions():
         model = read_gguf(file, _checked(file, header, folder))
-        tokenizer = _tokenizer(file)
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(file.parent), gguf_file=file.name, trust_remote_code=False
+            )
+        except Exception as error:
+            raise BadInputError(f"{file}: its tokenizer cannot be read ({first_line(error)}). {_GOOD_COPY}") from error
     ends = [header.values.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
     model.generation_config = GenerationConfig(
         eos_token_id=list(dict.fromkeys(end for end in ends if end is not None)) or None,
@@ -273,7 +219,7 @@ def _convert(file: Path, header: GgufHeader, digest: str, folder: Path) -> None:
             "architecture": header.architecture,
             "quantisation": header.quantisation,
             "types": header.type_counts,
-            "weights": _weights_digest(building / SINGLE),
+            "weights": digest_json(stored_digests(building / SINGLE)),
             "versions": versions("outrider", "torch", "transformers", "gguf", "safetensors"),
         }
         write_json(building / RECORD, record)
@@ -314,20 +260,8 @@ def _checked(file: Path, header: GgufHeader, folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _tokenizer(file: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
-    except Exception as error:
-        raise BadInputError(f"{file}: its tokenizer cannot be read ({first_line(error)}). {_GOOD_COPY}") from error
-
-
 def _vocabulary(tokenizer: Any, count: int) -> str:
     """Return the tokenizer.json without tokens that the library adds on its own, which have no embedding."""
     values = json.loads(tokenizer.backend_tokenizer.to_str())
     values["added_tokens"] = [token for token in values["added_tokens"] if token["id"] < count]
     return json.dumps(values, indent=2, ensure_ascii=False)
-
-
-def _weights_digest(file: Path) -> str:
-    with safe_open(file, framework="pt") as opened:  # one tensor is in memory at a time
-        return digest_json({name: digest_tensor(opened.get_tensor(name)) for name in sorted(opened.keys())})

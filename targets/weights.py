@@ -72,6 +72,12 @@ def stored_tensors(file: Path) -> dict[str, TensorInfo]:
         raise Refusal.of(file, f"{problem} ({error})", "one as it was written", advice) from error
 
 
+def stored_digests(file: Path) -> dict[str, str]:
+    """Return the digest of each tensor in a safetensors file; one tensor is in memory at a time."""
+    with safe_open(file, framework="pt") as opened:
+        return {name: digest_tensor(opened.get_tensor(name)) for name in sorted(opened.keys())}
+
+
 def misfits(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]) -> list[str]:
     """Return how the tensors of a file and of a module differ, in names, shapes and kinds of numbers."""
     problems = other_shapes(wanted, stored)

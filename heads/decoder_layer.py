@@ -235,7 +235,7 @@ class Attention(nn.Module):
 
     def kept(self, device: torch.device) -> LayerShape:
         """Return the shape of its entries in a cache."""
-        store = TensorShape(self.kv_heads, self.size, self.k_proj.weight.dtype, device)
+        store = TensorShape((self.kv_heads, self.size), self.k_proj.weight.dtype, device)
         return LayerShape(store, store)
 
 
@@ -608,7 +608,7 @@ class LayerDrafter(HeadDrafter[L]):
     def decoding_bytes(self, target: Target, batch_size: int, entries: int, max_length: int) -> int:
         """Return how many bytes a new cache and `decoding_layers` allocate."""
         shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
-        cache = sum(shape.num_bytes(batch_size, entries) for shape in shapes)
+        cache = sum(batch_size * entries * shape.entry_bytes for shape in shapes)
         made = self._decoding
         if made is None or not made.is_made_of(self.own_layers):
             return cache + self._copied_bytes(max_length)

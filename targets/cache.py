@@ -14,6 +14,7 @@ import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,87 +24,51 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .cache_slots import Nodes, Placement
 
 
-class LayerStore(Protocol):
-    """The entries or states of one layer of a model in a cache."""
-
-    cache: RaggedCache
-
-    @property
-    def shape(self) -> EntryShape | None:
-        """The shape of its entries or states, once they are allocated."""
-
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy the entries at slots `source` `[B, N]` to `destination` `[B, N]`."""
-
-    def select(self, rows: list[int]) -> None:
-        """Keep these rows only, in this order."""
-
-    def num_bytes(self) -> int:
-        """Return the bytes that are allocated."""
-
-
-class EntryShape(Protocol):
-    """The shape of a layer's entries or states, known before they are allocated."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes that a row takes, however long it is."""
-
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes that each entry of a row takes."""
-
-    def new_layer(self, cache: RaggedCache) -> LayerStore:
-        """Allocate a layer of `cache` of this shape."""
-
-
 @dataclass(frozen=True)
 class TensorShape:
-    """The shape of one tensor of a layer: its keys, or its values."""
+    """The shape of one tensor of a layer, for a row, or for each entry of a row."""
 
-    heads: int
-    size: int
+    size: tuple[int, ...]  # of keys or values [H, D], of a state without the rows
     dtype: torch.dtype
     device: torch.device
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorShape:
-        """Read the shape off keys or values, `[B, H, *, D]`."""
-        return cls(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
-
     @property
-    def entry_bytes(self) -> int:
-        return self.heads * self.size * self.dtype.itemsize
-
-    def allocate(self, rows: int, length: int) -> Tensor:
-        return torch.zeros(rows, self.heads, length, self.size, dtype=self.dtype, device=self.device)
+    def num_bytes(self) -> int:
+        return prod(self.size) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The shape of an attention layer's keys and values, which may differ."""
+    """The tensors that a layer keeps of a text: keys and values, which may differ, and the states of recurrent layers.
 
-    keys: TensorShape
-    values: TensorShape
+    Each is None where there is none.
+    """
 
-    @classmethod
-    def of(cls, keys: Tensor | None, values: Tensor | None) -> LayerShape | None:
-        """Read the shape off a layer's keys and values, `[B, H, *, D]`; None if it has none yet."""
-        return None if keys is None or values is None else cls(TensorShape.of(keys), TensorShape.of(values))
+    keys: TensorShape | None = None
+    values: TensorShape | None = None
+    conv: TensorShape | None = None
+    recurrent: TensorShape | None = None
 
     @property
     def row_bytes(self) -> int:
-        return 0
+        """Bytes that a row takes, however long it is: two of each state."""
+        return sum(2 * state.num_bytes for state in (self.conv, self.recurrent) if state is not None)
 
     @property
     def entry_bytes(self) -> int:
-        return self.keys.entry_bytes + self.values.entry_bytes
+        """Bytes that each entry of a row takes."""
+        return sum(tensor.num_bytes for tensor in (self.keys, self.values) if tensor is not None)
 
-    def num_bytes(self, rows: int, length: int) -> int:
-        return rows * length * self.entry_bytes
 
-    def new_layer(self, cache: RaggedCache) -> AttentionStore:
-        return AttentionStore(cache, self)
+class LayerStore(Protocol):
+    """The entries or states of one layer of a model in a cache; `shape` is None until they are allocated."""
+
+    cache: RaggedCache
+
+    @property
+    def shape(self) -> LayerShape | None: ...
+    def move(self, source: Tensor, destination: Tensor) -> None: ...
+    def select(self, rows: list[int]) -> None: ...
 
 
 class AttentionStore(CacheLayerMixin):
@@ -115,35 +80,39 @@ class AttentionStore(CacheLayerMixin):
         super().__init__()
         # The cache holds this layer: as a cycle both would outlive a request until Python collects cycles.
         self.cache = weakref.proxy(cache)
-        if shape is not None:
-            self._allocate(shape)
+        if shape is not None and shape.keys is not None:
+            self.entries(shape)
 
     @property
     def shape(self) -> LayerShape | None:
-        return LayerShape.of(self.keys, self.values)
+        return shape_of(self.keys, self.values)
 
     def take(self, keys: Tensor, values: Tensor) -> None:
         """Keep entries in memory that the cache has allocated for all layers."""
         self.keys, self.values, self.is_initialized = keys, values, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._allocate(LayerShape(TensorShape.of(key_states), TensorShape.of(value_states)))
-
-    def _allocate(self, shape: LayerShape) -> tuple[Tensor, Tensor]:
-        rows, length = self.cache.batch_size, self.cache.max_length
-        keys, values = shape.keys.allocate(rows, length), shape.values.allocate(rows, length)
-        self.take(keys, values)
-        return keys, values
+        self.entries(cast(LayerShape, shape_of(key_states, value_states)))
 
     def entries(self, shape: LayerShape) -> tuple[Tensor, Tensor]:
         """Return all keys and values, `[B, H, L, D]`; allocated in this shape if they are not yet."""
-        return self._allocate(shape) if self.keys is None or self.values is None else (self.keys, self.values)
+        if self.keys is None or self.values is None:
+            self.take(self._blank(shape.keys), self._blank(shape.values))
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def _blank(self, shape: TensorShape | None) -> Tensor:
+        assert shape is not None
+        heads, size = shape.size
+        room = (self.cache.batch_size, heads, self.cache.max_length, size)
+        return torch.zeros(room, dtype=shape.dtype, device=shape.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write a pass's entries `[B, H, Q, D]`, and return all that the pass reads, `[B, H, used, D]`."""
         keys, values = self.keys, self.values
         if keys is None or values is None:
-            keys, values = self._allocate(LayerShape(TensorShape.of(key_states), TensorShape.of(value_states)))
+            keys, values = self.entries(cast(LayerShape, shape_of(key_states, value_states)))
         placed = self.cache.placed  # torch.compile sees no properties through a weak reference
         for store, new in ((keys, key_states), (values, value_states)):
             if isinstance(placed.index, slice):
@@ -171,8 +140,18 @@ class AttentionStore(CacheLayerMixin):
         if self.keys is not None and self.values is not None:
             self.keys, self.values = _selected(self.keys, rows), _selected(self.values, rows)
 
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
+
+def shape_of(
+    keys: Tensor | None, values: Tensor | None, conv: Tensor | None = None, recurrent: Tensor | None = None
+) -> LayerShape | None:
+    """Return the shape of a layer's keys and values `[B, H, *, D]` and states `[B, …]`; None if it has none of them."""
+    sizes = [() if t is None else (t.shape[1], t.shape[3]) for t in (keys, values)]
+    sizes += [() if t is None else tuple(t.shape[1:]) for t in (conv, recurrent)]
+    shapes = [
+        None if tensor is None else TensorShape(size, tensor.dtype, tensor.device)
+        for tensor, size in zip((keys, values, conv, recurrent), sizes, strict=True)
+    ]
+    return LayerShape(*shapes) if any(shapes) else None
 
 
 def _move(entries: Tensor, source: Tensor, destination: Tensor) -> None:
@@ -246,7 +225,7 @@ class RaggedCache(Cache):
         batch_size: int,
         max_length: int,
         device: torch.device | str,
-        shapes: Sequence[EntryShape | None] = (),
+        shapes: Sequence[LayerShape | None] = (),
         joined: bool = False,
     ):
         self.max_length = max_length
@@ -259,18 +238,18 @@ class RaggedCache(Cache):
         self._all: Tensor | None = None  # of joined layers, [layers, 2, B, H, L, D]
         self._stores = self._joined(shapes) if joined else []
         self._stores = self._stores or [
-            self.blank_layer(index) if shape is None else shape.new_layer(self)
-            for index, shape in enumerate(shapes or (None,) * num_layers)
+            self.new_layer(index, shape) for index, shape in enumerate(shapes or (None,) * num_layers)
         ]
         super().__init__(layers=[cast(CacheLayerMixin, store) for store in self._stores])
 
-    def _joined(self, shapes: Sequence[EntryShape | None]) -> list[LayerStore]:
+    def _joined(self, shapes: Sequence[LayerShape | None]) -> list[LayerStore]:
         """Allocate all layers in one tensor; nothing, if they or their keys and values differ in shape."""
         first = shapes[0] if shapes else None
-        if not isinstance(first, LayerShape) or first.keys != first.values or any(shape != first for shape in shapes):
+        if first is None or first.keys is None or first.keys != first.values or len(set(shapes)) > 1:
             return []
-        size = (len(shapes), 2, self.batch_size, first.keys.heads, self.max_length, first.keys.size)
-        self._all = torch.zeros(size, dtype=first.keys.dtype, device=first.keys.device)
+        heads, size = first.keys.size
+        room = (len(shapes), 2, self.batch_size, heads, self.max_length, size)
+        self._all = torch.zeros(room, dtype=first.keys.dtype, device=first.keys.device)
         stores: list[LayerStore] = []
         for keys, values in self._all:
             store = AttentionStore(self)
@@ -278,9 +257,9 @@ class RaggedCache(Cache):
             stores.append(store)
         return stores
 
-    def blank_layer(self, index: int) -> LayerStore:
-        """Make the layer at `index`, to be allocated when its first entries come."""
-        return AttentionStore(self)
+    def new_layer(self, index: int, shape: LayerShape | None) -> LayerStore:
+        """Make the layer at `index`; without a shape it is allocated when its first entries come."""
+        return AttentionStore(self, shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedCache:
         """Copy the cache with layers that know the copy: each holds a weak reference to its cache."""
@@ -300,13 +279,14 @@ class RaggedCache(Cache):
         return max(self.host_lengths)
 
     @property
-    def shapes(self) -> tuple[EntryShape | None, ...]:
+    def shapes(self) -> tuple[LayerShape | None, ...]:
         """The shape of each layer; None for those that are not allocated."""
         return tuple(store.shape for store in self._stores)
 
     def num_bytes(self) -> int:
         """Return the bytes that the layers have allocated."""
-        return sum(store.num_bytes() for store in self._stores)
+        shapes = [shape for shape in self.shapes if shape is not None]
+        return sum(self.batch_size * (shape.row_bytes + shape.entry_bytes * self.max_length) for shape in shapes)
 
     def place(self, num_new: int, offset: int = 0, nodes: Nodes | None = None, beyond: int = 0) -> Tensor:
         """Place the next pass in `num_new` slots of each row after `lengths + offset`; return its positions, `[B, Q]`.

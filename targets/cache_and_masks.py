@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..common.errors import IncompatibleError
-from .cache import EntryShape, RaggedCache
+from .cache import LayerShape, RaggedCache
 from .cache_slots import Nodes
 from .recurrent import HYBRID, KINDS, MODELS, OVERWRITING, RecurrentCache, has_states
 from .split_attention import NAME as SPLIT_ATTENTION
@@ -29,7 +29,7 @@ _NO_LIMIT = (0.0, math.inf)  # of the steps of Mamba layers
 class CacheLayout:
     """The cache entries and states that the layers of a model keep of a text."""
 
-    shapes: tuple[EntryShape | None, ...]  # of each layer; None for one that keeps nothing
+    shapes: tuple[LayerShape | None, ...]  # of each layer; None for one that keeps nothing
     kinds: tuple[str, ...] | None  # of all layers, where some of them keep states
     overwrites: bool = False  # whether the model writes over the states that a pass of one token is given
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..common.errors import IncompatibleError
-from .cache import AttentionStore, EntryShape, LayerShape, LayerStore, RaggedCache, RowLengths
+from .cache import AttentionStore, LayerShape, LayerStore, RaggedCache, RowLengths, TensorShape, shape_of
 from .cache_slots import Nodes, Placement
 
 # Kinds of layers, and the models they were tried in. Other models update their states in ways of their own. A hybrid
@@ -46,52 +45,6 @@ def has_states(config: PreTrainedConfig) -> bool:
     return bool(KINDS & set(getattr(config, "layer_types", None) or ()))
 
 
-@dataclass(frozen=True)
-class RowState:
-    """The shape of one state of a row."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> RowState:  # [B, ...]
-        return cls(tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.size).numel() * self.dtype.itemsize
-
-    def allocate(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return memory for the rows' own states, and for those at the end of a pass."""
-        own = torch.zeros(rows, *self.size, dtype=self.dtype, device=self.device)
-        return own, torch.zeros_like(own)
-
-
-@dataclass(frozen=True)
-class StateShape:
-    """The states of a recurrent layer for a row: a convolution's inputs, a recurrent state, or both; each twice."""
-
-    conv: RowState | None
-    recurrent: RowState | None
-
-    @classmethod
-    def of(cls, *states: Tensor | None) -> StateShape | None:
-        shapes = [None if state is None else RowState.of(state) for state in states]
-        return cls(*shapes) if any(shapes) else None
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(2 * state.num_bytes for state in (self.conv, self.recurrent) if state is not None)
-
-    @property
-    def entry_bytes(self) -> int:
-        return 0
-
-    def new_layer(self, cache: RaggedCache) -> StateStore:
-        return StateStore(cache, self)
-
-
 class StateStore(LinearAttentionLayer):
     """The states of one layer: convolution inputs `[B, C, W]`, and a recurrent state `[B, heads, D, D']`.
 
@@ -99,7 +52,7 @@ class StateStore(LinearAttentionLayer):
     0. Each row's `own_recurrent` state stays as it was; `new_conv` and `new_recurrent` are those after the last pass.
     """
 
-    def __init__(self, cache: RaggedCache, shape: StateShape | None = None):
+    def __init__(self, cache: RaggedCache, shape: LayerShape | None = None):
         super().__init__()
         self.cache = weakref.proxy(cache)
         # With these the model asks the layer for states, and writes into no convolution's.
@@ -108,9 +61,14 @@ class StateStore(LinearAttentionLayer):
         self.own_recurrent: Tensor | None = None
         self.new_recurrent: Tensor | None = None
         if shape is not None and shape.conv is not None:
-            self.conv_states[0], self.new_conv = shape.conv.allocate(self.cache.batch_size)
+            self.conv_states[0], self.new_conv = self._two(shape.conv)
         if shape is not None and shape.recurrent is not None:
-            self.own_recurrent, self.new_recurrent = shape.recurrent.allocate(self.cache.batch_size)
+            self.own_recurrent, self.new_recurrent = self._two(shape.recurrent)
+
+    def _two(self, shape: TensorShape) -> tuple[Tensor, Tensor]:
+        """Return memory for the rows' own states, and for those at the end of a pass."""
+        own = torch.zeros(self.cache.batch_size, *shape.size, dtype=shape.dtype, device=shape.device)
+        return own, torch.zeros_like(own)
 
     def hand_over(self, copied: bool) -> None:
         """Let the next pass start from the rows' own recurrent states, or from a copy that it may overwrite."""
@@ -119,8 +77,8 @@ class StateStore(LinearAttentionLayer):
             self.recurrent_states[0] = self.new_recurrent.copy_(self.own_recurrent)
 
     @property
-    def shape(self) -> StateShape | None:
-        return StateShape.of(self.new_conv, self.new_recurrent)
+    def shape(self) -> LayerShape | None:
+        return shape_of(None, None, self.new_conv, self.new_recurrent)
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -129,8 +87,9 @@ class StateStore(LinearAttentionLayer):
         width = conv_kernel_size or conv_states.shape[-1]
         own, new = self.conv_states[0], self.new_conv
         if own is None or new is None:
-            shape = RowState((*conv_states.shape[1:-1], width), conv_states.dtype, conv_states.device)
-            self.conv_states[0], self.new_conv = own, new = shape.allocate(self.cache.batch_size)
+            size = (*conv_states.shape[1:-1], width)
+            own, new = self._two(TensorShape(size, conv_states.dtype, conv_states.device))
+            self.conv_states[0], self.new_conv = own, new
         whole = torch.cat([own, conv_states], -1)
         new.copy_(whole[..., -width:])
         return whole
@@ -138,7 +97,8 @@ class StateStore(LinearAttentionLayer):
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Note the state at the end of the pass, `[B, heads, D, D']`."""
         if self.new_recurrent is None:
-            self.own_recurrent, self.new_recurrent = RowState.of(recurrent_states).allocate(self.cache.batch_size)
+            shape = TensorShape(tuple(recurrent_states.shape[1:]), recurrent_states.dtype, recurrent_states.device)
+            self.own_recurrent, self.new_recurrent = self._two(shape)
         return self.new_recurrent.copy_(recurrent_states)
 
     def adopt(self, rows: list[int]) -> None:
@@ -163,33 +123,9 @@ class StateStore(LinearAttentionLayer):
     def select(self, rows: list[int]) -> None:
         self.recurrent_states[0] = None
         self.conv_states[0], self.new_conv, self.own_recurrent, self.new_recurrent = (
-            None if state is None else state[rows] for state in self._all()
+            None if state is None else state[rows]
+            for state in (self.conv_states[0], self.new_conv, self.own_recurrent, self.new_recurrent)
         )
-
-    def num_bytes(self) -> int:
-        return sum(state.numel() * state.element_size() for state in self._all() if state is not None)
-
-    def _all(self) -> tuple[Tensor | None, ...]:
-        return self.conv_states[0], self.new_conv, self.own_recurrent, self.new_recurrent
-
-
-@dataclass(frozen=True)
-class HybridShape:
-    """The states and the keys and values of a layer; either is None if it was never seen."""
-
-    states: StateShape | None
-    entries: LayerShape | None
-
-    @property
-    def row_bytes(self) -> int:
-        return 0 if self.states is None else self.states.row_bytes
-
-    @property
-    def entry_bytes(self) -> int:
-        return 0 if self.entries is None else self.entries.entry_bytes
-
-    def new_layer(self, cache: RaggedCache) -> HybridStore:
-        return HybridStore(cache, self)
 
 
 class HybridStore(StateStore, AttentionStore):  # type: ignore[override] # the library lets them say whether they crop
@@ -197,22 +133,17 @@ class HybridStore(StateStore, AttentionStore):  # type: ignore[override] # the l
 
     is_compileable = False
 
-    def __init__(self, cache: RaggedCache, shape: HybridShape | None = None):
-        AttentionStore.__init__(self, cache, None if shape is None else shape.entries)
-        StateStore.__init__(self, cache, None if shape is None else shape.states)
+    def __init__(self, cache: RaggedCache, shape: LayerShape | None = None):
+        AttentionStore.__init__(self, cache, shape)
+        StateStore.__init__(self, cache, shape)
 
     @property
-    def shape(self) -> HybridShape | None:  # type: ignore[override]
-        states = StateShape.of(self.new_conv, self.new_recurrent)
-        entries = LayerShape.of(self.keys, self.values)
-        return None if states is None and entries is None else HybridShape(states, entries)
+    def shape(self) -> LayerShape | None:
+        return shape_of(self.keys, self.values, self.new_conv, self.new_recurrent)
 
     def select(self, rows: list[int]) -> None:
         StateStore.select(self, rows)
         AttentionStore.select(self, rows)
-
-    def num_bytes(self) -> int:
-        return StateStore.num_bytes(self) + AttentionStore.num_bytes(self)
 
 
 class RecurrentCache(RaggedCache):
@@ -238,7 +169,7 @@ class RecurrentCache(RaggedCache):
         batch_size: int,
         max_length: int,
         device: torch.device | str,
-        shapes: Sequence[EntryShape | None] = (),
+        shapes: Sequence[LayerShape | None] = (),
         overwrites: bool = False,
     ):
         self.kinds, self.overwrites = kinds, overwrites
@@ -255,10 +186,10 @@ class RecurrentCache(RaggedCache):
         """Return the entries for a row of `max_length` tokens: a pass is as wide as the row with most to read again."""
         return max_length + UNREAD
 
-    def blank_layer(self, index: int) -> LayerStore:
+    def new_layer(self, index: int, shape: LayerShape | None) -> LayerStore:
         if self.kinds[index] == HYBRID:
-            return HybridStore(self)
-        return StateStore(self) if self.kinds[index] in KINDS else AttentionStore(self)
+            return HybridStore(self, shape)
+        return StateStore(self, shape) if self.kinds[index] in KINDS else AttentionStore(self, shape)
 
     def num_bytes(self) -> int:
         return super().num_bytes() + self.tokens.numel() * self.tokens.element_size()

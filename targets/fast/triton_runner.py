@@ -161,7 +161,7 @@ def _heads(attention: Any, window: int) -> Heads:
     count, shared = len(attention.q_proj.weight) // size, len(key) // size
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
     eps, weights = norms[0].variance_epsilon if norms else 0.0, tuple(norm.weight for norm in norms)
-    kept = TensorShape(shared, size, key.dtype, key.device)
+    kept = TensorShape((shared, size), key.dtype, key.device)
     return Heads(count, shared, size, LayerShape(kept, kept), weights, eps, float(attention.scaling), window)
 
 

@@ -115,7 +115,7 @@ _PRODUCT = re.compile(r".*\.\d+\..*\.lora_[AB]\.weight")  # a tensor of a LoRA o
 def _lora_of(pair: Pair, to: str, folder: Path) -> dict[str, Any]:
     """Return the name, the future place and the rank of a target's adapter, as vLLM is told."""
     place = Path(pair.adapter or "")
-    settings = vars(checked_config(place, [])) if pair.adapter and (place / ADAPTER_CONFIG).is_file() else {}
+    settings = vars(checked_config(place)) if pair.adapter and (place / ADAPTER_CONFIG).is_file() else {}
     # vLLM scales all modules by lora_alpha / r, takes products alone, and has one module for tied embeddings.
     uneven = any(settings.get(name) for name in ("rank_pattern", "alpha_pattern", "target_parameters"))
     names = stored_tensors(place / ADAPTER_WEIGHTS) if settings else {}

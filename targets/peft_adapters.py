@@ -6,10 +6,7 @@ A stranger's config may name files and modules to import. Only kinds and setting
 from __future__ import annotations
 
 import copy
-import re
-import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -51,16 +48,8 @@ _ALLOWED = {name for names in _SETTINGS.values() for name in names.split()}
 
 # Initialisations that the weights overwrite. Others (pissa, olora, eva, …) also change the target's own.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
-_PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", "modules_to_save")
-_KEYED_BY_PATTERN = ("rank_pattern", "alpha_pattern")
 _MAX_SIZE = 2**20
 _WRAPPERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)  # peft's layers, in the places of a model's own
-
-# Each repetition of one character multiplies the work by the length of a name; repeated groups may double it with each
-# character.
-_MAX_REPETITIONS, _MAX_PATTERN, _SECONDS = 5, 2000, 2.0
-_ESCAPED, _CLASS = re.compile(r"\\."), re.compile(r"\[[^\]]*\]")
-_REPETITION, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+{]")
 
 
 def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
@@ -75,7 +64,7 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     """
     try:
         folder = _adapter_folder(adapter)
-        config = checked_config(folder, [name for name, _ in model.named_modules()])
+        config = checked_config(folder)
         _require_fit(model, config, folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's, of tied embeddings, which are untied here
@@ -142,11 +131,8 @@ class _Ties:
             config.tie_word_embeddings = is_tied
 
 
-def checked_config(folder: Path, names: list[str]) -> PeftConfig:
-    """Return the config of the adapter in `folder`, whose patterns are tried on the `names` of the target's modules.
-
-    Raises Refusal if it asks for more than to merge weights, or holds a pattern that takes too long.
-    """
+def checked_config(folder: Path) -> PeftConfig:
+    """Return the config of the adapter in `folder`; raises Refusal if it asks for more than to merge weights."""
     file = folder / ADAPTER_CONFIG
     values = read_json(file)
     kind = values.get("peft_type")
@@ -154,7 +140,6 @@ def checked_config(folder: Path, names: list[str]) -> PeftConfig:
         raise Refusal.of(file, f"peft_type is {kind!r}", f"one of {', '.join(KINDS)}", "Save the merged target.")
     made: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)]
     _require_plain(file, values, {setting.name: setting.default for setting in fields(made)})
-    _require_quick(file, values, names)
     return cast(PeftConfig, made.from_pretrained(str(folder)))
 
 
@@ -174,37 +159,6 @@ def _require_plain(file: Path, values: dict[str, Any], defaults: dict[str, Any])
             "true, false or gaussian",
             "Convert it with peft (save_pretrained's path_initial_model_for_weight_conversion).",
         )
-
-
-def _require_quick(file: Path, values: dict[str, Any], names: list[str]) -> None:
-    """Refuse patterns that take too long on the target's `names`, without trying those that may never end."""
-    until = time.monotonic() + _SECONDS
-    for pattern in _patterns(values):
-        if (why := _problem(pattern, names, until)) is not None:
-            expected = "a short one, in which only single characters repeat"
-            raise Refusal.of(file, f"the pattern {pattern[:80]!r} {why}", expected, "List the modules' names instead.")
-
-
-def _problem(pattern: str, names: list[str], until: float) -> str | None:
-    plain = _CLASS.sub("x", _ESCAPED.sub("x", pattern))
-    repetitions = len(_REPETITION.findall(plain.replace("(?", "(")))
-    if len(pattern) > _MAX_PATTERN or repetitions > _MAX_REPETITIONS or _REPEATED_GROUP.search(plain):
-        return "repeats groups, or too much"
-    try:
-        compiled = re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        return f"is no pattern ({error})"
-    for name in names:
-        compiled.fullmatch(name)
-        if time.monotonic() > until:
-            return "takes too long"
-    return None
-
-
-def _patterns(values: dict[str, Any]) -> Iterator[str]:
-    """Yield every setting of a config that peft reads as a regular expression."""
-    for value in (values.get(name) or () for name in _PATTERNS + _KEYED_BY_PATTERN):
-        yield from [value] if isinstance(value, str) else [p for p in value if isinstance(p, str)]
 
 
 def _require_fit(model: PreTrainedModel, config: PeftConfig, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Folders of strangers, and models in the Hub's cache: no code runs, no pattern hangs, and no size takes memory."""
+"""Folders of strangers, and models in the Hub's cache: no code runs, and no size takes memory."""
 
 from __future__ import annotations
 
@@ -192,13 +192,6 @@ def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(saved, adap
         ({"r": 2**20}, "does not fit"),
         ({"r": 8}, "does not fit"),
         ({"rank_pattern": {"q_proj": 2**20}}, "does not fit"),
-        ({"target_modules": "((a|a)*)*b"}, "repeats groups, or too much"),
-        ({"target_modules": r"(.*a){30}"}, "repeats groups, or too much"),
-        ({"target_modules": "a?" * 30 + "a" * 30}, "repeats groups, or too much"),
-        ({"target_modules": ["q_proj", "(x+x+)+y"]}, "repeats groups, or too much"),
-        ({"exclude_modules": "(" * 50}, "is no pattern"),
-        ({"alpha_pattern": {"(a+)+$": 2}}, "repeats groups, or too much"),
-        ({"target_modules": "x" * 5000}, "repeats groups, or too much"),
         ({"target_modules": []}, "adapter"),
     ],
 )

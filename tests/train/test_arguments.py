@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from outrider.common import BadInputError
 from outrider.targets import Target
@@ -135,6 +137,19 @@ def test_a_better_measured_tau_is_a_greater_one_and_a_better_loss_a_smaller_one(
     made = made.model_copy(update={"eval": made.eval.model_copy(update={"training_prompts": 4})})
     args = training_arguments(made)
     assert (args.metric_for_best_model, args.greater_is_better) == (metric, greater)
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "mode"),
+    [("eval_tau", {}, "max"), ("measured_tau", {}, "max"), ("loss", {}, "min"), ("eval_tau", {"mode": "min"}, "min")],
+)
+def test_a_plateau_is_one_of_the_figure_that_a_training_is_judged_by(recipe, metric, given, mode):
+    """The rate must not fall while τ rises, as torch's own mode would let it."""
+    made = recipe(lr_scheduler_type="reduce_lr_on_plateau", metric_for_best_model=metric, lr_scheduler_kwargs=given)
+    made = made.model_copy(update={"eval": made.eval.model_copy(update={"training_prompts": 4})})
+    args = training_arguments(made)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    assert get_scheduler(args.lr_scheduler_type, optimizer, 1, 2, args.lr_scheduler_kwargs).mode == mode
 
 
 def fake(world_size: int, kind: str = "MULTI_CPU", stage: int | None = None, **values: Any) -> Any:

@@ -39,7 +39,7 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
     Raises BadInputError for an unknown type or key, a missing `init` folder, or a drafter without weights.
     """
     if is_warm(values):
-        kind = saved_type(read_config(_folder(values)))
+        kind = saved_type(read_config(warm_folder(values)))
         if values.get("type", kind) != kind:
             raise BadInputError(
                 f"drafter.init holds a drafter of type {kind!r}, drafter.type says {values['type']!r}; they must agree."
@@ -122,7 +122,7 @@ def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[
     if not is_warm(values):
         drafter_class, config = drafter_config(values)
         return drafter_class.build(config, target, token_counts()).float()
-    drafter = load_drafter(_folder(values), target, torch.float32)
+    drafter = load_drafter(warm_folder(values), target, torch.float32)
     _apply(drafter, {k: v for k, v in values.items() if k not in ("init", "type")}, target)
     return drafter
 
@@ -156,7 +156,7 @@ def check_makes(recipe: Recipe, target: Target) -> Drafter:
     return made_for(recipe, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long))
 
 
-def _folder(values: dict[str, Any]) -> Path:
+def warm_folder(values: dict[str, Any]) -> Path:
     """Return the folder with a drafter's config.json: `init` itself, or its `drafter/` (a run's output, a pair)."""
     init, words = values["init"], init_words(values)
     wanted = f"{', '.join(words)}, or a folder" if words else "a folder"

@@ -13,9 +13,10 @@ from ..common.places import RUN, mark
 from ..common.runtime import versions
 from ..distill.data_set import ROUNDS
 from ..distill.data_set import provenance as data_provenance
-from ..heads.registry import with_defaults
+from ..heads.registry import is_warm, with_defaults
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, Target
+from .drafter_init import warm_folder
 
 RECIPE, PROVENANCE, TARGET = "recipe.yaml", "provenance.json", "target.json"
 SCHEMA_VERSION = 2
@@ -76,6 +77,11 @@ def keep_target(recipe: Recipe, target: Target, goes_on: bool) -> None:
     found, output = target.fingerprint(), recipe.output_folder
     if goes_on and (known := target_of(output)) is not None:
         target.check_same(known, f"the run in {output}", recipe.target.allow_changed, found)
+    if not goes_on and is_warm(recipe.drafter):
+        start = warm_folder(recipe.drafter)
+        known = target_of(start.parent)
+        if known is not None and (differing := known.differences(found)):
+            _log.warning("drafter.init: %s was trained for another target: %s differ.", start, "; ".join(differing))
     write_json(output / TARGET, found.to_dict())
 
 

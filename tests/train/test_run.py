@@ -21,9 +21,11 @@ from outrider.distill import distill
 from outrider.heads import Eagle3, Ngram, drafter_config, load_drafter
 from outrider.heads.registry import with_defaults
 from outrider.recipes import Recipe, load_recipe
+from outrider.targets import Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train.callbacks import held_out_taus
 from outrider.train.compare import compare
+from outrider.train.provenance import keep_target
 
 from ..closeness import EXACT
 from .conftest import (
@@ -253,6 +255,19 @@ def test_a_warm_start_begins_where_the_saved_drafter_was(recipe, target):
     assert weights(result) == weights(first)
     assert load_drafter(result.drafter_folder).config.loss == "tv"
     assert load_drafter(result.drafter_folder).config.steps == 2
+
+
+def test_a_warm_start_on_another_target_says_what_differs(recipe, target, tiny_llama, caplog):
+    first = train(recipe("first", max_steps=1), target)
+    for name, seed, differs in (("same", 0, False), ("other", 1, True)):
+        caplog.clear()
+        model = tiny_llama(vocab=target.vocab_size, seed=seed)
+        found = Target(model, target.tokenizer)
+        made = recipe(name, EAGLE3 | {"init": str(first.drafter_folder)})
+        made.output_folder.mkdir()
+        keep_target(made, found, goes_on=False)
+        assert ("was trained for another target" in caplog.text) == differs
+    assert "weights (first: " in caplog.text
 
 
 def test_a_warm_started_draft_model_is_the_saved_one(recipe, target):

@@ -38,7 +38,7 @@ class TargetBatch:
         supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
         hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
-        step: seeds a loss's draws from a row, beside the row's text: so neither batch nor process changes them.
+        seed: of a loss's draws from a row, beside the row's text: so neither batch nor process changes them.
         documents: the texts of each row, where rows hold several; None where each holds one. For drafters that `pack`.
         verified: the positions that rounds of decoding reached, on which a share of the loss lies; None for a loss
             without it. For drafters that `follow_rounds`.
@@ -49,7 +49,7 @@ class TargetBatch:
     supervised: Tensor
     hidden: Tensor | None
     last: Tensor
-    step: int = 0
+    seed: int = 0
     documents: Documents | None = None
     verified: AcceptedPositions | None = None
 

@@ -310,7 +310,7 @@ class DrafterTrainer(HookedTrainer):
     ) -> Tensor | tuple[Tensor, DrafterLoss]:
         """Return this micro-batch's share of the global batch's mean loss, `[]`."""
         batch = self.data.batches.of(inputs)
-        batch.step = self.args.seed * 1_000_003 + self.state.global_step
+        batch.seed = self.args.seed * 1_000_003 + self.state.global_step
         if self.data.verified:
             batch.verified = AcceptedPositions(inputs[DEPTHS], self.data.verified)
         loss = loss_of(model(batch))
@@ -328,8 +328,8 @@ class DrafterTrainer(HookedTrainer):
         value = loss.total * (num_processes / items.clamp(min=1))
         self._guard.step.add(inputs, value)
         if self.is_deepspeed_enabled:  # it takes the step as soon as it has the gradients
-            worst = self.processes.sum(value.detach())
-            self._guard.check(self._guard.step, float(worst))
+            total = self.processes.sum(value.detach())
+            self._guard.check(self._guard.step, float(total))
         return (value, loss) if return_outputs else value
 
     @property

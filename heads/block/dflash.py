@@ -251,7 +251,7 @@ class DFlash(LayerDrafter[C]):
         wanted[:, :FIRST_LEARNED] = False
         eligible = eligible_places(wanted, strict=self.training)
         anchors = Anchors.of(
-            eligible, batch.tokens, self.config.num_anchors, batch.step, batch.documents, batch.verified
+            eligible, batch.tokens, self.config.num_anchors, batch.seed, batch.documents, batch.verified
         )
         targets = BlockTargets.of(anchors, wanted, self.config.drafts)
         states = kept(self.states(batch.target, batch.tokens, batch.hidden, anchors), anchors.real)

@@ -346,7 +346,7 @@ def rollout_loss(
         learned = nn.functional.pad(wanted, (0, ahead))[:, ahead:]
         served = None if batch.verified is None else Served(batch.verified, ahead)
         rollouts = Rollouts.drawn(
-            learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
+            learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.seed, served
         )
         output = roll(batch, rollouts)  # [B, T + E, H]
         drafts = RolledDrafts.of(learned[:, :0] if sure else learned, rollouts)

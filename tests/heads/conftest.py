@@ -46,11 +46,11 @@ def features(target: Target, drafter: Drafter, tokens: Tensor) -> Tensor:
     return hidden
 
 
-def part_of(data: TargetBatch, rows: slice, length: int | None = None, step: int = 0) -> TargetBatch:
+def part_of(data: TargetBatch, rows: slice, length: int | None = None, seed: int = 0) -> TargetBatch:
     """Return rows of a batch, up to a length."""
     part = rows, slice(0, length)
     hidden = None if data.hidden is None else data.hidden[part]
-    return TargetBatch(data.target, data.tokens[part], data.supervised[part], hidden, data.last[part], step)
+    return TargetBatch(data.target, data.tokens[part], data.supervised[part], hidden, data.last[part], seed)
 
 
 def made(kind: type[Drafter], target: Target, std: Mapping[str, float] | None = None, **settings: Any) -> Any:
@@ -143,17 +143,17 @@ def told_from_text(
 
 
 def assert_sum_of_rows(drafter: Drafter, target: Target) -> None:
-    """Rows one by one, padded, or together draw the same and have the same loss; another step draws other things."""
+    """Rows one by one, padded, or together draw the same and have the same loss; another seed draws other things."""
     supervised = torch.arange(30) < torch.tensor([[18], [25], [30]])
     data = batch(target, drafter, sequences(3, 30).masked_fill(~supervised, 0), supervised)
 
-    def loss(rows: slice, length: int, step: int = 0) -> float:
-        return float(drafter.loss(part_of(data, rows, length, step)).total)
+    def loss(rows: slice, length: int, seed: int = 0) -> float:
+        return float(drafter.loss(part_of(data, rows, length, seed)).total)
 
     whole, last = loss(slice(0, 3), 30), loss(slice(2, 3), 30)
     assert_same(whole, loss(slice(0, 1), 18) + loss(slice(1, 2), 27) + last)
     assert_same(whole, loss(slice(0, 2), 25) + last)
-    assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
+    assert abs(whole - loss(slice(0, 3), 30, seed=1)) > 1e-3
 
 
 def assert_rounds_have(

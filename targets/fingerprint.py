@@ -26,7 +26,10 @@ _INCIDENTAL |= {"_attn_implementation", "_attn_implementation_autoset"}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A target's identity by content: SHA-256 of canonical forms. Targets with equal fingerprints write the same."""
+    """A target's identity by content: SHA-256 of canonical forms. Targets with equal fingerprints write the same.
+
+    generation_config.json is left out: only the tokens that end a text are read of it, and they change none before.
+    """
 
     tensors: dict[str, str]  # by name, dtype and shape included
     config: str

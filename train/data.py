@@ -206,7 +206,7 @@ class Batches(Protocol):
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch: ...
 
     def near(self, rows: Rows | Packs) -> Near | None:
-        """Return what is told the positions of `rows` before they are read; None if nobody waits for that."""
+        """Return the prefetch callback, which gets the positions of `rows` before they are read; None without one."""
         return None
 
 
@@ -252,7 +252,6 @@ class CachedBatches(Batches):
     store: FeatureStore | LiveStates
 
     def near(self, rows: Rows | Packs) -> Near | None:
-        """Return what is told the positions of `rows` before they are read; None if nobody waits for that."""
         live = self.store
         if not isinstance(live, LiveStates):
             return None

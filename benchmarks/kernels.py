@@ -28,7 +28,7 @@ from outrider.targets.cache_slots import Nodes, Placement
 from outrider.targets.fast import custom_ops
 from outrider.targets.fast.custom_ops import Split, Tiles
 from outrider.targets.fast.matmuls import Matmul, Matrix, TorchMatmul, TritonMatmul
-from outrider.targets.fast.validate import exact_attention
+from outrider.targets.fast.triton_runner import exact_attention
 
 from .report import command, options, publish, table, write
 

@@ -2,7 +2,7 @@
 
 `select` chooses between the library's modules, split attention, packed weights, `torch.compile` and kernels of our own
 (Triton); it compares them by a `probe`. Of the kernels, `triton_runner` runs the layers of Llama-like targets, by
-`matmuls` that are tuned and by `custom_ops`, which are the `kernels` as torch knows them; `validate` compares them with
+`matmuls` that are tuned and by `custom_ops`, which are the `kernels` as torch knows them, once they were compared with
 the library's modules.
 """
 

@@ -34,7 +34,7 @@ from ..target import Target
 from .trial_passes import PassProbe, tolerance
 
 try:
-    from . import triton_runner, validate
+    from . import triton_runner
 except ImportError as error:  # Triton is not installed everywhere
     _no_kernels: ImportError | None = error
 else:
@@ -56,7 +56,7 @@ def use_fast_pass(target: Target) -> None:
         raise IncompatibleError(f"the fast pass does not serve {name}: {why}.")
     with by_library(target):
         fast = triton_runner.TritonRunner(target.model)
-        difference = validate.differs(fast, target)
+        difference = triton_runner.differs(fast, target)
     if difference is not None:
         raise IncompatibleError(
             f"the fast pass of {name} gives other numbers here than the library's modules: {difference}. Decode "

@@ -17,7 +17,7 @@ from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode.rules import rejection
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
 from outrider.targets import Nodes, RowLengths, Target
-from outrider.targets.fast import by_library, custom_ops, matmuls, use_fast_pass, use_fastest_pass, validate
+from outrider.targets.fast import by_library, custom_ops, matmuls, triton_runner, use_fast_pass, use_fastest_pass
 
 from ...closeness import spread, terms
 from .. import small_models
@@ -49,13 +49,13 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one.double() - other.double()).norm() / other.double().norm()).item()
 
 
-PROOF = validate.differs
+PROOF = triton_runner.differs
 
 
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the proof on the device, which takes seconds: here it is what is tested."""
-    monkeypatch.setattr(validate, "differs", lambda fast, target: None)
+    monkeypatch.setattr(triton_runner, "differs", lambda fast, target: None)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_other_models_are_refused_with_the_reason(monkeypatch):
 
 @pytest.mark.slow
 def test_kernels_that_are_right_prove_so(monkeypatch):
-    monkeypatch.setattr(validate, "differs", PROOF)
+    monkeypatch.setattr(triton_runner, "differs", PROOF)
     target = build("mistral", num_hidden_layers=1)
     use_fast_pass(target)
     assert target.fast is not None
@@ -307,7 +307,7 @@ def wrong_in_large_blocks(found: Any, given: Any) -> Any:
 def test_a_kernel_that_is_wrong_on_a_device_is_found_before_it_is_used(part, fault, monkeypatch):
     right = getattr(custom_ops, part)
     monkeypatch.setattr(custom_ops, part, lambda *given: fault(right(*given), given))
-    monkeypatch.setattr(validate, "differs", PROOF)
+    monkeypatch.setattr(triton_runner, "differs", PROOF)
     target = build("llama", num_hidden_layers=1)
     with pytest.raises(IncompatibleError, match="other numbers"):
         use_fast_pass(target)

@@ -23,7 +23,6 @@ Entries = dict[str, tuple[str, float]]  # digest and time of reading, by key
 KEPT_SECONDS = 24 * 3600
 _WORTH_KEEPING = 1_000_000  # bytes; a smaller file is read in a millisecond
 _MOST = 10_000
-_NOTED = "noted"
 
 # A file that was changed so recently may be changed again within one tick of the file system's clock.
 _UNSETTLED = 2_000_000_000  # nanoseconds
@@ -81,19 +80,6 @@ def is_settled(files: Iterable[Path], folder: Path) -> bool:
     return False
 
 
-def note(what: str) -> None:
-    """Remember, on this machine, that something was looked at, which is named by a digest of its contents."""
-    _known[what] = _NOTED
-    _unsaved[what] = _NOTED, time.time()
-    save()
-
-
-def is_noted(what: str) -> bool:
-    """Tell whether something was noted; 10,000 newer entries push it out."""
-    with _one_at_a_time:
-        return what in _known or what in _saved()
-
-
 def state_of(folder: Path) -> str | None:
     """Return a text that is another one once a file in `folder` changes; None while a last change is too recent."""
     files = {file: file.stat() for file in sorted(folder.iterdir()) if file.is_file()}
@@ -128,11 +114,11 @@ def _key(file: Path, status: os.stat_result) -> str:
 
 
 def _saved() -> Entries:
-    """Return the notes, and the last day's digests, in the cache folder; none where it is damaged or foreign."""
+    """Return the last day's digests in the cache folder; none where it is damaged or foreign."""
     try:
         status, now = cache_file().stat(), time.time()
         saved = _parsed(cache_file(), (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
-        return {key: entry for key, entry in saved.items() if 0 <= now - entry[1] < KEPT_SECONDS or entry[0] == _NOTED}
+        return {key: entry for key, entry in saved.items() if 0 <= now - entry[1] < KEPT_SECONDS}
     except (OSError, ValueError, TypeError, RuntimeError):
         return {}
 

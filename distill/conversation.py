@@ -3,8 +3,7 @@
 Every turn of the assistant is the target's own. The next question is rendered by the chat template from the target's
 earlier answers, as an engine would render it. Learnt are the tokens that the target wrote, after those that it read.
 
-A template is a stranger's program. It runs in a process with limits (`targets.tokenizer_process`), and one that exceeds
-them ends the work: on the next row it would do so again.
+A template is a stranger's program, which the library runs in a sandbox.
 
 Shapes: T tokens of a row.
 """
@@ -24,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..targets.images import PromptImage, insert_images
-from ..targets.tokenizer_process import OverBudgetError, Rendered, parse_response, render_chat
+from ..targets.tokenizers import Rendered, render_chat
 from .dataset_formats import Message, chat_messages, content_text, num_images
 from .prompt_table import Prompt
 
@@ -63,7 +62,7 @@ def render(
 
     Raises:
         RefusedChatError: the template does not take this conversation.
-        BadInputError: there is no template, or it takes too much time or memory.
+        BadInputError: there is no template.
     """
     return _render(tokenizer, messages, where, tools, answer, template).text
 
@@ -86,8 +85,6 @@ def _render(
         messages = [m if isinstance(m["content"], list) else m | {"content": _as_parts(m["content"])} for m in messages]
     try:
         return render_chat(tokenizer, messages, tools, answer, template or {})
-    except OverBudgetError as error:
-        raise BadInputError(f"{where}: the target's chat template cannot be used: {error}.") from error
     except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
         what = str(error) or type(error).__name__
         roles = [m["role"] for m in messages]
@@ -420,9 +417,8 @@ def _answer(prompt: Prompt, messages: Sequence[Message], answer: Tokens, tokeniz
     if getattr(tokenizer, "response_template", None):
         before = _rendered(prompt, messages, tokenizer)
         try:
-            return {"role": "assistant", **parse_response(tokenizer, str(tokenizer.decode(list(answer))), before)}
-        except OverBudgetError as error:
-            raise BadInputError(f"{prompt.id}: the target's response template cannot be used: {error}.") from error
+            parsed: Any = tokenizer.parse_response(str(tokenizer.decode(list(answer))), prefix=before)
+            return {"role": "assistant", **parsed}
         except Exception as error:  # parsers raise what they like: ValueError, JSONDecodeError, KeyError
             _log.debug("an answer to %s cannot be parsed (%s)", prompt.id, error)
     kept = list(answer)

@@ -32,7 +32,7 @@ from ..common.safe_load import (
 )
 from ..recipes import SourceSpec, embedded_file
 from .dataset_formats import Row, RowError, understand
-from .table_process import hub_lines, table_lines
+from .tables import hub_rows, num_parquet_rows, table_rows
 
 EMBEDDED = "embedded:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
@@ -81,7 +81,7 @@ def count_rows(source: str | SourceSpec) -> int | None:
     files = files_of(spec)
     if all(file.suffix == ".parquet" for file in files):
         with _readable(Path(spec.path), *files):
-            return min(int(b"".join(table_lines(files, count=True))), spec.limit or 2**63)
+            return min(sum(map(num_parquet_rows, files)), spec.limit or 2**63)
     return sum(1 for _ in rows_of(spec))
 
 
@@ -301,8 +301,7 @@ def _readable(place: Path, *files: Path) -> Iterator[None]:
 def _table_rows(file: Path) -> Iterator[Row]:
     """Yield the rows of a Parquet file, or an Arrow file: a stream (so `datasets` writes them) or one with an index."""
     with _readable(file, file):
-        for line in table_lines([file]):
-            yield parse_json(line.decode(), str(file), _TABLE)
+        yield from table_rows(file)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row | RowError]]] = {
@@ -321,11 +320,8 @@ def _hub_rows(source: SourceSpec, found: Callable[[str], object]) -> Iterator[Ro
     repository, _, config = rest.partition("/")
     identifier = f"{organisation}/{repository}" if repository else organisation
     try:
-        lines = hub_lines(identifier, config or None, source.split or split or "train", source.revision)
-        found(next(lines, b"").decode().strip())
-        for line in lines:
-            yield parse_json(line.decode(), source.path, _TABLE)
-    except ValueError as error:
+        yield from hub_rows(identifier, config or None, source.split or split or "train", source.revision, found)
+    except Exception as error:  # of any of the library's kinds
         raise BadInputError(
             f"the prompt source {source.path!r} is no file here, and the Hub gives no data set for it: "
             f"{first_line(error).rstrip('.')}. Expected org/name[/config][:split]."

@@ -1,16 +1,28 @@
-"""Loading and comparing tokenizers: drafter and target exchange token ids, so each must mean the same to both."""
+"""Loading, comparing and using tokenizers: drafter and target exchange token ids, which must mean the same to both.
+
+Chat and response templates are a stranger's programs too: the library runs them in a sandbox.
+"""
 
 from __future__ import annotations
 
+import re
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..common.errors import BadInputError, IncompatibleError, OutriderError
-from .model_folder import check_files
-from .tokenizer_process import open_tokenizer, try_tokenizer
+from .model_folder import check_files, without_questions
 
+_MARKERS = re.compile(r"\{%-?\s*generation\b")
+_SAMPLE = (  # one of everything that texts consist of
+    f"{string.printable}1,234.5 €\r\n\tÜñï e\u0301 漢字 かな עברית العربية 👩\u200d👩\u200d👧 \u200b\x00\ufffd"
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+)
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -55,13 +67,61 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder whose files were checked, after it was tried in a process of its own.
+    """Return the tokenizer in a folder whose files were checked; raises the library's errors, and IncompatibleError."""
+    try:
+        with without_questions():
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise IncompatibleError(f"{type(tokenizer).__name__} is no tokenizer of one language model.")
+        if not trust_remote_code:
+            _require_usable(tokenizer)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+            raise
+        raise ValueError(f"the library breaks off ({error})") from error
+    return tokenizer
 
-    Raises the library's errors, IncompatibleError, and BadInputError if reading or writing takes too much.
-    """
-    if not trust_remote_code and folder.is_dir():
-        try_tokenizer(folder)
-    return open_tokenizer(folder, trust_remote_code)
+
+def _require_usable(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise an error if short texts cannot be read or written, or get an id that no table of tokens has."""
+    ids = [*tokenizer(_SAMPLE)["input_ids"], *tokenizer("a word")["input_ids"]]
+    if odd := [token for token in ids if not 0 <= token < 2**31]:
+        raise ValueError(f"a token has the id {odd[0]}")
+    tokenizer.decode(ids)
+
+
+class Rendered(NamedTuple):
+    """A chat as text, and the spans of characters inside the template's `{% generation %}` markers, if it has any."""
+
+    text: str
+    generated: Sequence[Sequence[int]]
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    answer: bool,
+    arguments: Mapping[str, Any],
+) -> Rendered:
+    """Return a chat rendered by the tokenizer's template; raises what the template does."""
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        own: Any = list(messages)
+        text: Any = tokenizer.apply_chat_template(
+            own, tools=tools, tokenize=False, add_generation_prompt=answer, **arguments
+        )
+        return Rendered(str(text), ())
+    if not messages:
+        raise ValueError("there is no message")
+    template = tokenizer.get_chat_template(None, tools)
+    known: Any = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    marked = _MARKERS.search(template) is not None
+    more: dict[str, Any] = {**tokenizer.special_tokens_map, **arguments, "add_generation_prompt": answer}
+    texts, spans = render_jinja_template(
+        [known], tools, chat_template=template, return_assistant_tokens_mask=marked, **more
+    )
+    texts[0].encode()  # half of a pair of surrogates is no text
+    return Rendered(str(texts[0]), spans[0] if marked else ())
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -102,7 +102,6 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "distill/responses.py": "of a process of the launch",
             "distill/journal.py": "a run's own lines, compared with their digests",
             "distill/prompt_table.py": "a file that has no name",
-            "distill/table_process.py": "of the process that asks it",
             "eval/reports/report.py": "what was just written as JSON",
             "formats/draft_models.py": "of a tokenizer that was loaded",
             "heads/mtp_checkpoint.py": "of a config that was loaded",
@@ -112,7 +111,6 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "serving/launching.py": "words of the command line",
             "targets/fingerprint.py": "of a tokenizer that was loaded",
             "targets/gguf_models.py": "of a config and a tokenizer that were loaded",
-            "targets/tokenizer_process.py": "of the child process, and what it is asked",
         },
     ),
     "files from a stranger": (
@@ -127,7 +125,6 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "pair/refresh.py": "a run's own file",
             "scripts/quickstart.py": "what ships with Outrider",
             "distill/engine_connector.py": "runs in an engine, on the checkpoint that this one has loaded",
-            "targets/tokenizer_process.py": "what ships with Outrider",
             "train/processes.py": "of the system",
         },
     ),
@@ -147,13 +144,14 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     ),
     "tables from a stranger": (
         TABLES,
-        {"distill/table_process.py": "the door", "distill/prompt_table.py": "a file that has no name"},
+        {"distill/tables.py": "the door", "distill/prompt_table.py": "a file that has no name"},
     ),
     "pickles": (PICKLES, {}),
     "a stranger's programs": (
         PROGRAMS,
         {
-            "targets/tokenizer_process.py": "the door",
+            "targets/tokenizers.py": "the door",
+            "distill/conversation.py": "response templates",
             "targets/gguf_models.py": "tokens and merges, without patterns; what is kept of them goes through the door",
         },
     ),

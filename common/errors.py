@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from os import PathLike, fspath
-
-from huggingface_hub.errors import StrictDataclassError
+from typing import TYPE_CHECKING
 
 
 class OutriderError(Exception):
@@ -58,8 +57,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
-# What torch, transformers and peft raise. (Outrider's own errors are among them.)
-LIBRARY_ERRORS = (ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError)
+if TYPE_CHECKING:
+    # What torch, transformers and peft raise. (Outrider's own errors are among them.)
+    LIBRARY_ERRORS: tuple[type[Exception], ...]
+else:
+
+    def __getattr__(name: str) -> tuple[type[Exception], ...]:
+        """Return `LIBRARY_ERRORS`, of which the last one is slow to import: commands that need none of them start."""
+        if name != "LIBRARY_ERRORS":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from huggingface_hub.errors import StrictDataclassError
+
+        return ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError
+
 
 
 def reason(error: Exception) -> str:

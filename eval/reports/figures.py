@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
-from numpy.typing import ArrayLike
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from ...common.values import ForeignModel
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 RESAMPLES, CONFIDENCE = 2000, 0.95  # of every interval, unless it says otherwise
 ALL = "all"
@@ -290,4 +291,4 @@ def tau_ratio(records: Sequence[PromptRecord]) -> Ratio:
 
 def speed_ratio(records: Sequence[PromptRecord]) -> Ratio:
     """Return tokens per second over the records: Σ tokens / Σ seconds of whole requests."""
-    return Ratio([r.tokens for r in records], np.array([r.seconds["total"] for r in records]))
+    return Ratio([r.tokens for r in records], [r.seconds["total"] for r in records])

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,16 @@ def test_one_flipped_bit_in_any_file_is_found(pair, make_target):
             )
         file.write_bytes(good)
     assert verify(pair.folder, make_target()) == []
+
+
+def test_verifying_imports_no_heavy_library(pair):
+    """Digests need none, and the imports would take seconds."""
+    code = (
+        "import sys; from outrider.pair import verify; assert not verify(sys.argv[1]);"
+        "print({'torch', 'transformers', 'numpy', 'huggingface_hub'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, pair.folder], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
 
 
 def test_what_a_disk_altered_by_itself_is_found(pair):

@@ -71,7 +71,6 @@ else:
         return ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError
 
 
-
 def reason(error: Exception) -> str:
     """Return the message of a library's error in one line, cut after 200 characters: some list all known values."""
     said = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,4 +1,4 @@
-"""How a registry is laid out, in a folder, on the Hub and in a wandb artifact alike.
+"""The layout of a registry, in a folder, on the Hub and in a wandb artifact alike.
 
     blobs/ab/abcd…                  a file of a pair, by the SHA-256 of its content: each content is stored once
     pairs/NAME/VERSION.REVISION.json    a pair.json as it is; it names the blobs of all other files
@@ -18,15 +18,17 @@ from typing import Protocol
 
 from ...common import BadInputError
 from ...common.errors import Refusal
+from ...common.safe_load import decoded
 from ..manifest import Manifest, inspect_text
 
 BLOBS, PAIRS = "blobs", "pairs"
 MAX_ENTRY = 64_000_000  # bytes of a pair.json; those of the largest models have about one
-MAX_SEAL, SEAL_BEGINS = 64_000, b"-----BEGIN SSH SIGNATURE-----"  # of a signature, which has 300 bytes
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_MAX_SEAL = 64_000  # bytes of a signature, which has 300
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_ENTRY = re.compile(rf"{PAIRS}/({_NAME.pattern})/([1-9][0-9]{{0,8}})\.([1-9][0-9]{{0,8}})\.json")
-_SEAL = re.compile(rf"{PAIRS}/({_NAME.pattern})/({_DIGEST.pattern})\.([1-9][0-9]{{0,8}})\.sig")
+_NUMBER = r"([1-9][0-9]{0,8})"
+_ENTRY = re.compile(rf"{PAIRS}/({_NAME})/{_NUMBER}\.{_NUMBER}\.json")
+_SEAL = re.compile(rf"{PAIRS}/({_NAME})/({_DIGEST.pattern})\.{_NUMBER}\.sig")
 _NOTHING = "Nothing was taken from it."
 
 
@@ -74,18 +76,13 @@ class Entry:
 
     @classmethod
     def at(cls, path: str) -> Entry | None:
-        """Return the entry at `path`; None for a file that is none."""
+        """Return the entry at `path`; None if it is not an entry."""
         match = _ENTRY.fullmatch(path)
         return None if match is None else cls(match[1], int(match[2]), int(match[3]))
 
     @property
     def path(self) -> str:
         return f"{PAIRS}/{self.name}/{self.version}.{self.revision}.json"
-
-    @property
-    def label(self) -> str:
-        """Its name in wandb, which allows no paths."""
-        return f"pair-{self.version}.{self.revision}"
 
     def __str__(self) -> str:
         return f"{self.name}@{self.version}"
@@ -101,28 +98,13 @@ class Seal:
 
     @classmethod
     def at(cls, path: str) -> Seal | None:
-        """Return the seal at `path`; None for a file that is none."""
+        """Return the seal at `path`; None if it is not a seal."""
         match = _SEAL.fullmatch(path)
         return None if match is None else cls(match[1], match[2], int(match[3]))
 
     @property
     def path(self) -> str:
         return f"{PAIRS}/{self.name}/{self.digest}.{self.number}.sig"
-
-    @property
-    def label(self) -> str:
-        """Its name in wandb, which allows no paths."""
-        return f"seal-{self.digest[:12]}.{self.number}"
-
-    def __str__(self) -> str:
-        return f"a signature of {self.name}"
-
-
-def published_at(path: str) -> Entry | Seal:
-    """Return the entry or seal at a path that `push` makes."""
-    published = Entry.at(path) or Seal.at(path)
-    assert published is not None, f"{path!r} is neither an entry nor a seal"
-    return published
 
 
 @dataclass(frozen=True)
@@ -135,11 +117,10 @@ class PairReference:
     @classmethod
     def parse(cls, text: str) -> PairReference:
         """Return the reference `NAME` or `NAME@VERSION`; BadInputError for any other text."""
-        name, at, version = text.partition("@")
-        number = version.removeprefix("v")
-        if not _NAME.fullmatch(name) or (at and not (number.isascii() and number.isdigit() and 0 < len(number) < 10)):
+        match = re.fullmatch(rf"({_NAME})(?:@v?([0-9]{{1,9}}))?", text)
+        if match is None:
             raise BadInputError(f"{text!r} names no pair of a registry: expected NAME or NAME@VERSION, such as mine@2.")
-        return cls(name, int(number) if at else None)
+        return cls(match[1], None if match[2] is None else int(match[2]))
 
 
 def blob_path(digest: str) -> str:
@@ -154,13 +135,7 @@ def read_entry(entry: Entry, content: bytes, where: str) -> Manifest:
         BadInputError: it is damaged, altered, or of another pair.
     """
     place = Path(where) / entry.path
-    if len(content) > MAX_ENTRY:
-        raise Refusal.of(place, f"{len(content)} bytes", f"at most {MAX_ENTRY}", _NOTHING)
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Refusal.of(place, f"no UTF-8 ({error.reason})", "a pair.json", _NOTHING) from error
-    manifest, alterations = inspect_text(place, text)
+    manifest, alterations = inspect_text(place, decoded(content, str(place)))
     if alterations:
         said = "; ".join(alterations)
         raise Refusal.of(place, said, "a pair.json as it was written", "Push a good copy of the pair.")
@@ -172,8 +147,8 @@ def read_entry(entry: Entry, content: bytes, where: str) -> Manifest:
 
 
 def check_seal(content: bytes, where: str) -> bytes:
-    """Return the content of a seal; BadInputError unless it looks like a signature (`pair verify` checks it)."""
-    if len(content) > MAX_SEAL or not content.startswith(SEAL_BEGINS):
+    """Return the content of a seal; Refusal unless it looks like a signature (`pair verify` checks it)."""
+    if len(content) > _MAX_SEAL or not content.startswith(b"-----BEGIN SSH SIGNATURE-----"):
         wrong = f"{len(content)} bytes that are no signature"
         raise Refusal.of(where, wrong, "what `outrider pair sign` writes", "Sign the pair, and push it again.")
     return content
@@ -181,7 +156,7 @@ def check_seal(content: bytes, where: str) -> bytes:
 
 def check_name(name: str) -> None:
     """Refuse a pair's name that could not be part of a path."""
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(_NAME, name):
         raise Refusal(f"the pair's name is {name!r}; expected up to 128 letters, digits, '.', '_' and '-'.")
 
 

@@ -78,7 +78,10 @@ class Registry:
     def _pulled(self, version: Version, folder: Path, console: Console | None) -> PairFiles:
         content = self.store.read(version.entry.path)
         manifest = read_entry(version.entry, content, self.store.where)  # of these bytes: they may be others by now
-        signature = self._signature(version.entry.name, content)
+        signature = None
+        if seals := self._seals(version.entry.name, content):
+            newest = seals[-1].path
+            signature = check_seal(self.store.read(newest), f"{self.store.where}/{newest}")
         if (existing := _existing(folder, manifest)) is not None:
             if signature is not None:
                 write_atomically(folder / SIGNATURE, signature)
@@ -149,22 +152,18 @@ class Registry:
                 return
         raise BadInputError(f"{self.store.where}: others sign {pair.name} all the time; try again later.")
 
-    def _signature(self, name: str, content: bytes) -> str | None:
-        """Return the newest signature over a pair.json; None without one."""
-        for seal in self._seals(name, content)[-1:]:
-            path = seal.path
-            return check_seal(self.store.read(path), f"{self.store.where}/{path}").decode("ascii", "replace")
-        return None
-
     def _seals(self, name: str, content: bytes) -> list[Seal]:
         """Return the signatures over a pair.json, the newest last."""
-        seals, of = map(Seal.at, self.store.entries()), (name, hashlib.sha256(content).hexdigest())
-        return sorted(seal for seal in seals if seal is not None and (seal.name, seal.digest) == of)
+        digest = hashlib.sha256(content).hexdigest()
+        seals = map(Seal.at, self.store.entries())
+        return sorted(seal for seal in seals if seal is not None and (seal.name, seal.digest) == (name, digest))
 
     def _place(self, manifest: Manifest, content: bytes) -> tuple[Entry, bool]:
         """Return the entry of a pair.json, and whether it is there already."""
-        where, name, version = self.store.where, manifest.name, manifest.version
-        there, held = [e for e in self._entries() if (e.name, e.version) == (name, version)], manifest
+        where = self.store.where
+        name, version = manifest.name, manifest.version
+        there = [e for e in self._entries() if (e.name, e.version) == (name, version)]
+        held = manifest
         for entry in there:
             known = self.store.read(entry.path)
             if known == content:

@@ -20,7 +20,7 @@ from ...common.errors import Refusal
 from ...common.locks import scratch_folder
 from ...common.runtime import require_extra
 from .folder import FolderStore
-from .layout import blob_path, published_at
+from .layout import blob_path
 
 TYPE = "outrider-pair"
 
@@ -84,14 +84,15 @@ class WandbStore:
         """
         if os.environ.get("WANDB_MODE") == "disabled":
             raise BadInputError("WANDB_MODE is disabled, and wandb would keep nothing of the pair; unset it.")
-        published, place = published_at(entry), self.folder / "pushed" / entry.replace("/", "-")
+        _, name, file = entry.split("/")
+        place = self.folder / "pushed" / entry.replace("/", "-")
         FolderStore(place).add(blobs, entry, content)
         wandb = _library()
-        artifact = wandb.Artifact(published.name, TYPE, metadata={"entry": entry})
+        artifact = wandb.Artifact(name, TYPE, metadata={"entry": entry})
         artifact.add_dir(str(place))
         options = {"entity": self.entity, "project": self.project, "job_type": "outrider pair push"}
         with _explained(self.where), wandb.init(**options) as run:
-            logged = run.log_artifact(artifact, aliases=["latest", published.label])
+            logged = run.log_artifact(artifact, aliases=["latest", f"pair-{Path(file).stem}"])
             if run.offline:
                 self.waiting = f"wandb sync {Path(run.dir).parent}"
             else:

@@ -12,7 +12,7 @@ from .eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from .lookup.fusion import Fusion, FusionConfig, fuse
 from .lookup.ngram import Ngram, NgramConfig
 from .lookup.suffix import Suffix, SuffixConfig
-from .losses import AcceptedPositions
+from .losses import ReachedPositions
 from .low_rank import LowRank, LowRankConfig
 from .medusa import Hydra, HydraConfig, Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
@@ -43,7 +43,7 @@ HEADS.kernel |= {
 }
 FORMS |= {"low_rank": LowRank}
 
-__all__ = ["AcceptedPositions", "Drafter", "DrafterConfig", "DrafterLoss", "TargetBatch"]
+__all__ = ["Drafter", "DrafterConfig", "DrafterLoss", "ReachedPositions", "TargetBatch"]
 __all__ += ["HEADS", "drafter_config", "head_class", "load_drafter", "restore_drafter"]
 __all__ += ["Abilities", "ChainSession", "Choose", "Ended", "NoDraftSession", "NodeSession", "Proposal", "Session"]
 __all__ += ["TextSession"]

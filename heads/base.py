@@ -1,7 +1,7 @@
 """What a drafter is: the contract between heads/, the trainer and the decoder.
 
-`Drafter` is the contract; `HeadDrafter` is what heads share that are made for one target. Losses compare drafts with
-the target by `compare_drafts`.
+`Drafter` is the contract; `HeadDrafter` is what heads share that are made for one target. A training step's batch and
+loss stand in losses.py.
 
 Shapes: B rows, T tokens, P compared tokens, S steps, k draft tokens, K taps, H target hidden size, V target vocabulary,
 V' the drafter's own vocabulary (V' <= V when it is pruned).
@@ -9,9 +9,8 @@ V' the drafter's own vocabulary (V' <= V when it is pruned).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -20,83 +19,20 @@ from torch import Tensor, nn
 from ..common import BadInputError, IncompatibleError
 from ..targets import RaggedCache, Target
 from ..targets.packed_weights import packed_copy
-from ..targets.sequence_packing import Documents
-from .divergences import LossName, divergence
-from .losses import AcceptedPositions, Head, LossSettings, PositionLosses, acceptance_metrics, ahead, chunked_compare
+from .divergences import LossName
+from .losses import (
+    DrafterLoss,
+    Head,
+    LossSettings,
+    TargetBatch,
+    acceptance_metrics,
+    ahead,
+    compare_drafts,
+    divergence,
+)
 from .saved import C, DrafterConfig, SavedDrafter
 from .session import Abilities, Session
 from .vocabulary import draft_vocabulary
-
-
-@dataclass
-class TargetBatch:
-    """A batch that a drafter learns from: sequences, and the target's hidden states.
-
-    Attributes:
-        target: gives `embed` and `lm_head`; never trained.
-        tokens: `[B, T]`, padded on the right.
-        supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
-        hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
-        last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
-        seed: of a loss's draws from a row, beside the row's text: so neither batch nor process changes them.
-        documents: the texts of each row, where rows hold several; None where each holds one. For drafters that `pack`.
-        verified: the positions that rounds of decoding reached, on which a share of the loss lies; None for a loss
-            without it. For drafters that `follow_rounds`.
-    """
-
-    target: Target
-    tokens: Tensor
-    supervised: Tensor
-    hidden: Tensor | None
-    last: Tensor
-    seed: int = 0
-    documents: Documents | None = None
-    verified: AcceptedPositions | None = None
-
-    def texts(self) -> Iterator[TargetBatch]:
-        """Yield batches whose rows are one text each, from packed rows those of about one length together."""
-        if self.documents is None:
-            yield self
-            return
-        for numbers in self.documents.passes(self.tokens.device):
-            alone = partial(self.documents.alone, numbers=numbers)
-            texts = replace(self, tokens=alone(self.tokens), supervised=alone(self.supervised), documents=None)
-            texts.last, texts.hidden = alone(self.last), None if self.hidden is None else alone(self.hidden)
-            if self.verified is not None:
-                texts.verified = replace(self.verified, depths=alone(self.verified.depths))
-            yield texts
-
-
-Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
-
-
-@dataclass
-class DrafterLoss:
-    """A loss as a sum over supervised positions, so that accumulation and data parallelism reduce it right.
-
-    Attributes:
-        total: differentiable sum over positions (depth weights included).
-        count: number of supervised positions in the batch.
-        metrics: (sum, count) per name: `loss_d1`, `top1_d1`, `alpha_d1`, …, `tau`; probes of a pair need those of
-            depth 1 and `tau`.
-    """
-
-    total: Tensor
-    count: Tensor
-    metrics: dict[str, Sum] = field(default_factory=dict)
-
-    @classmethod
-    def sum(cls, losses: Iterable[DrafterLoss]) -> DrafterLoss:
-        """Return the loss of several batches together; there is at least one."""
-        first, *others = losses
-        for loss in others:
-            metrics = {n: (a + loss.metrics[n][0], b + loss.metrics[n][1]) for n, (a, b) in first.metrics.items()}
-            first = cls(first.total + loss.total, first.count + loss.count, metrics)
-        return first
-
-    @property
-    def mean(self) -> Tensor:
-        return self.total / self.count.clamp(min=1)
 
 
 class Drafter(SavedDrafter[C]):
@@ -207,7 +143,7 @@ class Drafter(SavedDrafter[C]):
 
 
 class TrainedConfig(DrafterConfig):
-    """Settings of a drafter that is trained: each has a field `loss`, see `divergences.divergence`."""
+    """Settings of a drafter that is trained: each has a field `loss`, see `losses.divergence`."""
 
     loss: LossName
 
@@ -217,28 +153,6 @@ class TrainedConfig(DrafterConfig):
 
 
 T = TypeVar("T", bound=TrainedConfig)
-
-
-def compare_drafts(
-    drafter: Drafter[T],
-    batch: TargetBatch,
-    rows: Tensor,  # [P]
-    places: Tensor,  # [P]
-    drafted: Tensor,  # [P, H'] or [S, P, H']
-    head: Head | Sequence[Head],
-    parameters: Sequence[Tensor] = (),
-    weights: Tensor | None = None,  # [P] or [S, P]
-) -> PositionLosses:
-    """Compare a drafter's distributions of the tokens at `places` of `rows` with the target's, by the drafter's loss.
-
-    Args:
-        drafted: the input of `head`, which returns draft logits.
-        parameters: the weights that `head` trains.
-        weights: of each loss in the total; 1 if None.
-    """
-    rule = divergence(drafter.config.loss)
-    settings = LossSettings(batch.target.lm_head, head, rule, drafter.output_ids, parameters)
-    return chunked_compare(batch.last[rows, places - 1], drafted, settings, weights, batch.tokens[rows, places])
 
 
 def teacher_forced_loss(
@@ -262,8 +176,10 @@ def teacher_forced_loss(
     rows, places = wanted.nonzero(as_tuple=True)
     states = hidden[rows, places]  # [P, H]
     drafted = states if finish is None else finish(states)
-    result = compare_drafts(drafter, batch, rows, places + 1, drafted, head, parameters)
-    alpha = torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha)  # [B, T − 1]
+    loss = divergence(drafter.config.loss)
+    settings = LossSettings(batch.target.lm_head, head, loss, drafter.output_ids, parameters)
+    result = compare_drafts(batch, rows, places + 1, drafted, settings)
+    alpha = result.alpha.new_zeros(wanted.shape).masked_scatter(wanted, result.alpha)  # [B, T − 1]
     metrics = {"loss_d1": (result.loss.sum(), wanted.sum()), "top1_d1": (result.top1.sum(), wanted.sum())}
     chain = range(depths)
     metrics |= acceptance_metrics([ahead(alpha, d) for d in chain], [ahead(wanted, d) for d in chain])

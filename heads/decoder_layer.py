@@ -331,9 +331,10 @@ class InputProjection:
         return bool(self.norms) or any(factor != 1 for factor in self.factors)
 
     def scale(self) -> Tensor:
-        """Return by what each number of an input that is scaled is multiplied, `[columns]`, in float32."""
+        """Return by what each number of an input that is scaled is multiplied, `[columns]`, in float32 or more."""
         if self.norms:
-            return torch.cat([norm.weight for norm in self.norms]).float()
+            factors = torch.cat([norm.weight for norm in self.norms])
+            return factors.to(torch.promote_types(factors.dtype, torch.float32))
         each = self.linear.in_features // len(self.factors)
         return torch.tensor(self.factors, device=self.linear.weight.device).repeat_interleave(each)
 

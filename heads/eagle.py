@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from ..common import BadInputError
 from ..targets import Nodes, RaggedCache, RowLengths, Target
 from ..targets.weights import restored
-from .base import DrafterLoss, TargetBatch, compare_drafts
 from .decoder_layer import (
     CachedLayers,
     FusedLayer,
@@ -43,7 +42,16 @@ from .decoder_layer import (
     rotary_of,
 )
 from .divergences import LossName, smooth_l1
-from .losses import metrics_by_depth
+from .losses import (
+    FIRST_LEARNED,
+    DrafterLoss,
+    LossSettings,
+    TargetBatch,
+    compare_drafts,
+    divergence,
+    metrics_by_depth,
+    precision_of,
+)
 from .saved import CONFIG
 from .session import Abilities, DeferredPrefillSession, NodeSession, required, take_positions
 from .unrolled_attention import Places, WholeRows, places_of
@@ -93,7 +101,7 @@ class FeatureDrafter(LayerDrafter):
     follows_rounds = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
-    # A setting that older heads have not, without an effect: so it is no part of a head's digest.
+    # Later settings, which are left out of the digest at their default, so that older heads keep theirs.
     later: ClassVar[dict[str, Any]] = {"sliding_window": 0}
 
     def identity_settings(self) -> dict[str, Any]:
@@ -154,38 +162,51 @@ class FeatureDrafter(LayerDrafter):
         return self.embed_output(self.finish(output), target)
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return Σ_i decay^i · Σ_positions loss_i, of the logits and of the features.
+        """Return Σ_i decay^i · Σ_positions loss_i, of the logits and of the features (plainly in reference.py).
 
         `batch.verified` moves a share of the weights to what rounds of decoding reached.
+
+        At index t, step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}. An example: T = 6 and S = 3, in a
+        row of which x_3, x_4 and x_5 are learned.
+
+            step i   reads, at index t                predicts x_3    x_4    x_5
+            0        f_t             and x_{t+1}          at t = 1      2      3
+            1        step 0's output and x_{t+2}          at t = 0      1      2
+            2        step 1's output and x_{t+3}             never      0      1
+
+        So outputs of step i, moved 2 + i places to the right, stand at the tokens that they predict; `step_exists` is
+        False for step 2 at x_3. If only x_5 were learned, later steps would run from t = 5 − 1 − S = 1 on, and t would
+        be counted from there (`places.at`).
         """
         assert batch.hidden is not None
-        wanted = batch.supervised.clone()  # [B, T]
-        wanted[:, :2] = False
-        # Later steps run where something is learned: from S + 1 before a text's first such token, index 0 from here on.
-        places = places_of(wanted, 1 + self.config.steps, batch.documents)
+        steps = self.config.steps
+        learned = batch.supervised.clone()  # [B, T]
+        learned[:, :FIRST_LEARNED] = False
+        places = places_of(learned, 1 + steps, batch.documents)
         outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places)  # S times [B, T', H]
-        wanted = nn.functional.pad(wanted, (0, places.width)).gather(1, places.at)  # [B, T']
-        rows, learned = wanted.nonzero()[:, 0], places.at[wanted]  # [P], where the learned tokens stand
-        # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}: all stands at that one here.
-        predicted = torch.stack(
-            [nn.functional.pad(o, (0, 0, 2 + i, 0))[:, : places.width][wanted] for i, o in enumerate(outputs)]
-        )  # [S, P, H]
-        within = places.within.expand_as(wanted)[wanted]
-        here = torch.stack([within >= 2 + i for i in range(len(outputs))])  # [S, P]
-        index = torch.arange(len(outputs), device=wanted.device)[:, None]
-        weights = self.config.decay**index * here  # [S, P]
-        if batch.verified is not None:  # step i predicts the draft at depth i + 1 of the root that it began with
-            weights = batch.verified.weighed(weights, rows, learned, index + 1, batch.documents)
+        learned = nn.functional.pad(learned, (0, places.width)).gather(1, places.at)  # [B, T']
+        # From here on everything is indexed by the predicted token.
+        rows = learned.nonzero()[:, 0]  # [P]
+        predicted = places.at[learned]  # [P], where these tokens stand in their rows
+        moved = (nn.functional.pad(output, (0, 0, 2 + i, 0))[:, : places.width] for i, output in enumerate(outputs))
+        drafted_hidden = torch.stack([output[learned] for output in moved])  # [S, P, H]
+        depths = torch.arange(1, steps + 1, device=rows.device)[:, None]  # [S, 1]
+        step_exists = places.within.expand_as(learned)[learned] > depths  # [S, P]
+        weights = self.config.decay ** (depths - 1).to(precision_of(drafted_hidden)) * step_exists  # [S, P]
+        if batch.verified is not None:
+            weights = batch.verified.weighed(weights, rows, predicted, depths, batch.documents)
+        loss = divergence(self.config.loss)
         head = partial(self.logits, target=batch.target)
-        result = compare_drafts(self, batch, rows, learned, predicted, head, self.output_weights(), weights)
-        total, metrics = result.total, metrics_by_depth(result, wanted, here)
+        settings = LossSettings(batch.target.lm_head, head, loss, self.token_ids, self.output_weights())
+        result = compare_drafts(batch, rows, predicted, drafted_hidden, settings, weights)
+        total = result.total
+        metrics = metrics_by_depth(result, learned, step_exists)
         if weight := self.config.feature_loss:
-            lost = self.feature_loss(predicted, batch.last[rows, learned - 1])
+            lost = self.feature_loss(drafted_hidden, batch.last[rows, predicted - 1])
             total = total + weight * (lost * weights).sum()
-            metrics |= {
-                f"feature_d{i + 1}": (lost[i][known].sum().detach(), known.sum()) for i, known in enumerate(here)
-            }
-        return DrafterLoss(total, wanted.sum(), metrics)
+            for depth, (values, exists) in enumerate(zip(lost, step_exists, strict=True), 1):
+                metrics[f"feature_d{depth}"] = values[exists].sum().detach(), exists.sum()
+        return DrafterLoss(total, learned.sum(), metrics)
 
     def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, places: Places | None = None) -> list[Tensor]:
         """Return the last layer's output at each of the S steps of a training-time test, `[B, T', H]` each.
@@ -326,7 +347,8 @@ def norm_factors(target: Target) -> Tensor:
 
 def _scale(features: Tensor) -> Tensor:
     """Return the root mean square of features `[..., H]`, `[..., 1]`."""
-    return features.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+    features = features.to(precision_of(features))
+    return features.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
 
 
 class Eagle1(FeatureDrafter):

@@ -1,19 +1,29 @@
-"""Losses of drafters over many positions, and their metrics. The divergences themselves stand in divergences.py.
+"""Losses of drafters over many positions: what a step reads, how drafts are compared, what comes out, and its metrics.
 
-Shapes: P positions, V symbols of the target, V' of the drafter, S unrolled steps, R rows, T tokens.
+The divergences themselves stand in divergences.py.
+
+Shapes: B rows (R where documents are counted), T tokens, P positions, K taps, H hidden size, V symbols of the target,
+V' of the drafter, S unrolled steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..common import BadInputError
+from ..targets import Target
 from ..targets.sequence_packing import Documents
-from .divergences import Loss, TargetDistribution, compare_by_kernels, kernels_serve, own_precision
+from . import liger_kernels
+from .divergences import DIVERGENCES, HARD, PARAMETERS, Divergence, hard_cross_entropy, soft_cross_entropy
 
 Head = Callable[[Tensor], Tensor]
 
@@ -21,6 +31,206 @@ Head = Callable[[Tensor], Tensor]
 # 8B shape 2 GB: there larger ones are worth their memory. (On the meta device trainings on a GPU are planned.)
 CHUNK = 512
 CHUNKS = {"cuda": 2048, "meta": 2048}
+
+# A head reads a token's hidden state with the token after it, so x_2 is the first that it can predict.
+FIRST_LEARNED = 2
+
+
+@dataclass
+class TargetBatch:
+    """A batch that a drafter learns from: sequences, and the target's hidden states.
+
+    Attributes:
+        target: gives `embed` and `lm_head`; never trained.
+        tokens: `[B, T]`, padded on the right.
+        supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
+        hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
+        last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
+        seed: of a loss's draws from a row, beside the row's text: so neither batch nor process changes them.
+        documents: the texts of each row, where rows hold several; None where each holds one. For drafters that `pack`.
+        verified: the positions that rounds of decoding reached, on which a share of the loss lies; None for a loss
+            without it. For drafters that `follow_rounds`.
+    """
+
+    target: Target
+    tokens: Tensor
+    supervised: Tensor
+    hidden: Tensor | None
+    last: Tensor
+    seed: int = 0
+    documents: Documents | None = None
+    verified: ReachedPositions | None = None
+
+    def texts(self) -> Iterator[TargetBatch]:
+        """Yield batches whose rows are one text each, from packed rows those of about one length together."""
+        if self.documents is None:
+            yield self
+            return
+        for numbers in self.documents.passes(self.tokens.device):
+            alone = partial(self.documents.alone, numbers=numbers)
+            texts = replace(self, tokens=alone(self.tokens), supervised=alone(self.supervised), documents=None)
+            texts.last = alone(self.last)
+            texts.hidden = None if self.hidden is None else alone(self.hidden)
+            if self.verified is not None:
+                texts.verified = replace(self.verified, depths=alone(self.verified.depths))
+            yield texts
+
+
+Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
+
+
+@dataclass
+class DrafterLoss:
+    """A loss as a sum over supervised positions, so that accumulation and data parallelism reduce it right.
+
+    Attributes:
+        total: differentiable sum over positions (depth weights included).
+        count: number of supervised positions in the batch.
+        metrics: (sum, count) per name: `loss_d1`, `top1_d1`, `alpha_d1`, …, `tau`; probes of a pair need those of
+            depth 1 and `tau`.
+    """
+
+    total: Tensor
+    count: Tensor
+    metrics: dict[str, Sum] = field(default_factory=dict)
+
+    @classmethod
+    def sum(cls, losses: Iterable[DrafterLoss]) -> DrafterLoss:
+        """Return the loss of several batches together; there is at least one."""
+        first, *others = losses
+        for loss in others:
+            metrics = {n: (a + loss.metrics[n][0], b + loss.metrics[n][1]) for n, (a, b) in first.metrics.items()}
+            first = cls(first.total + loss.total, first.count + loss.count, metrics)
+        return first
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.count.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A weighted sum of divergences, and of `hard` times the cross-entropy with the token that followed."""
+
+    parts: tuple[tuple[float, Divergence], ...]
+    hard: float = 0.0
+
+    @property
+    def soft(self) -> float | None:
+        """The weight of soft cross-entropy where there is nothing else: `compare` has a shorter way for it."""
+        return self.parts[0][0] if not self.hard and [part for _, part in self.parts] == [soft_cross_entropy] else None
+
+    def __call__(self, reference: TargetDistribution, log_q: Tensor) -> Tensor:
+        """Return the loss of each position, `[P]`, from log q `[P, V']`."""
+        values = [weight * part(reference.log_probs, log_q) for weight, part in self.parts]
+        if self.hard:
+            assert reference.following is not None, "a hard loss needs the tokens that followed"
+            values.append(self.hard * hard_cross_entropy(reference.following, log_q))
+        return torch.stack(values).sum(0)
+
+
+def divergence(name: str | Mapping[str, float]) -> Loss:
+    """Return the loss that a recipe names.
+
+    `name`: such as `soft_ce`, `jsd(0.1)` or `lk_hybrid(10)`, or weights of several: `{soft_ce: 1.0, tv: 0.1}`.
+
+    Raises BadInputError for an unknown name, or a parameter or a weight that makes no sense.
+    """
+    weights = {name: 1.0} if isinstance(name, str) else name
+    if not isinstance(weights, Mapping) or not weights:
+        raise BadInputError(
+            "loss: expected a name or a mapping from names to weights such as {soft_ce: 1.0, tv: 0.1}, "
+            f"found {name!r}."
+        )
+    parts, hard = [], 0.0
+    for part, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise BadInputError(f"loss: the weight of {part!r} must be a number above 0, found {weight!r}.")
+        if part == HARD:
+            hard = float(weight)
+        else:
+            parts.append((float(weight), _named(part)))
+    return Loss(tuple(parts), hard)
+
+
+def _named(name: Any) -> Divergence:
+    """Return one divergence, with its parameter if there is one: `jsd(0.1)`."""
+    match = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", str(name))
+    kind, given = match.groups() if match else (name, None)
+    if kind not in DIVERGENCES or (given is not None and kind not in PARAMETERS):
+        takes = " and ".join(f"{k}({p})" for k, (p, _, _) in PARAMETERS.items())
+        raise BadInputError(
+            f"unknown loss {name!r}; known: {', '.join((*DIVERGENCES, HARD))}; {takes} take a parameter."
+        )
+    if given is None:
+        return DIVERGENCES[kind]
+    parameter, expected, fits = PARAMETERS[kind]
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not fits(value):
+        raise BadInputError(f"loss {name!r}: {parameter} must be a number, {expected}; found {given!r}.")
+    return partial(DIVERGENCES[kind], **{parameter: value})
+
+
+def precision_of(values: Tensor) -> torch.dtype:
+    """Return the precision in which `values` are compared: float32, or their own float64."""
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def own_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context without autocast: mixed precision is for the drafter. (The meta device has none.)"""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+@dataclass
+class TargetDistribution:
+    """The target's side of a comparison."""
+
+    probs: Tensor  # p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned
+    logits: Tensor  # the target's there, `[P, V']`
+    best: Tensor  # index there of the target's most probable token, -1 where it is not there, `[P]`
+    following: Tensor | None = None  # index there of the token that followed, `[P]`; None where no loss needs it
+    pruned: bool = False  # whether the drafter's vocabulary is
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """log p renormalised on the drafter's vocabulary (EAGLE-3's target), `[P, V']`."""
+        return self.logits.log_softmax(-1, dtype=precision_of(self.logits))
+
+    @cached_property
+    def renormalised(self) -> Tensor:
+        """p on the drafter's vocabulary alone, `[P, V']`; sums to 1."""
+        return self.logits.softmax(-1, dtype=precision_of(self.logits)) if self.pruned else self.probs
+
+    @classmethod
+    def of(cls, logits: Tensor, kept: Tensor | None = None, following: Tensor | None = None) -> TargetDistribution:
+        """Make a reference from the target's logits `[P, V]`.
+
+        Args:
+            kept: the token ids of the draft vocabulary, ascending, `[V']`; None for all.
+            following: the target's own tokens, `[P]`.
+        """
+        best, probs = logits.argmax(-1), logits.softmax(-1, dtype=precision_of(logits))
+        if kept is None or len(kept) == logits.shape[-1]:
+            return cls(probs, logits, best, following)
+        place = torch.full((logits.shape[-1],), -1, device=kept.device).scatter(
+            0, kept, torch.arange(len(kept), device=kept.device)
+        )
+        probs, logits = probs.index_select(-1, kept), logits.index_select(-1, kept)
+        return cls(probs, logits, place[best], None if following is None else place[following], True)
+
+    def at(self, candidates: Tensor) -> TargetDistribution:
+        """Return the target on a few symbols of the drafter's vocabulary, others at each position: `[P, C]`."""
+
+        def place(symbols: Tensor) -> Tensor:
+            found = candidates == symbols[:, None]
+            return torch.where(found.any(-1), found.int().argmax(-1), -1)
+
+        probs, logits = (x.gather(-1, candidates) for x in (self.probs, self.logits))
+        following = None if self.following is None else place(self.following)
+        return TargetDistribution(probs, logits, place(self.best), following, True)
 
 
 @dataclass
@@ -33,20 +243,21 @@ class PositionLosses:
     top1: Tensor  # 1.0 where both agree on the most probable token
 
 
-def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
+def compare(reference: TargetDistribution, draft_logits: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
-    if kernels_serve(rule, draft_logits.device.type):
-        return compare_by_kernels(reference, draft_logits, rule)
-    if rule.soft is not None:
-        draft_logits = draft_logits.float()
+    kind = draft_logits.device.type
+    if kind in liger_kernels.DEVICES and liger_kernels.serve(loss.parts, loss.hard, kind):
+        return liger_kernels.compare(reference, draft_logits, loss.parts, loss.hard)
+    draft_logits = draft_logits.to(precision_of(draft_logits))
+    if loss.soft is not None:
         with own_precision(draft_logits.device):
-            loss, alpha, best = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
-        return rule.soft * loss, alpha, (best == reference.best).float()
-    log_q = draft_logits.float().log_softmax(-1)
+            values, alpha, best = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
+        return loss.soft * values, alpha, (best == reference.best).float()
+    log_q = draft_logits.log_softmax(-1)
     with torch.no_grad():
         alpha = torch.minimum(reference.probs, log_q.exp()).sum(-1)
         top1 = (log_q.argmax(-1) == reference.best).float()
-    return rule(reference, log_q), alpha, top1
+    return loss(reference, log_q), alpha, top1
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -72,12 +283,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LossSettings:
-    """How `chunked_compare` makes logits of hidden states, and the rule by which it compares them."""
+    """How `chunked_compare` makes logits of hidden states, and the loss by which it compares them."""
 
     target_head: Head  # returns logits `[P, V]` of the target's hidden states `[P, H]`
     draft_head: Head | Sequence[Head]  # returns logits `[P, V']` of the drafter's; one for all steps, or one for each
-    rule: Loss
-    kept: Tensor | None = None  # token ids `[V']` of a pruned draft vocabulary
+    loss: Loss
+    kept: Tensor | None = None  # token ids of the draft vocabulary, ascending, `[V']`; None for all
     parameters: Sequence[Tensor] = ()  # what `draft_head` trains; others get no gradient from the comparison
     chunk: int = 0  # how many positions have logits at a time; 0 for as many as suit the device
 
@@ -101,10 +312,11 @@ def chunked_compare(
     steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]  # [S, P, H']
     shape = steps.shape[:2]
     weights = steps.new_ones(shape) if weights is None else weights.reshape(shape)
-    weights, heads = weights.float(), settings.draft_head
+    weights = weights.to(precision_of(steps))
+    heads = settings.draft_head
     heads = [heads] * len(steps) if callable(heads) else heads
     slopes = ChunkedSlopes(steps, settings.parameters)
-    results = steps.new_zeros(3, *shape, dtype=torch.float32)  # loss, alpha and top1, [3, S, P]
+    results = steps.new_zeros(3, *shape, dtype=precision_of(steps))  # loss, alpha and top1, [3, S, P]
     size = settings.chunk or CHUNKS.get(target_hidden.device.type, CHUNK)
     for begin in range(0, len(target_hidden), size):
         part = slice(begin, begin + size)
@@ -113,7 +325,7 @@ def chunked_compare(
             reference = TargetDistribution.of(settings.target_head(target_hidden[part]), settings.kept, tokens)
         for i, head in enumerate(heads):
             hidden = slopes.chunk((i, part))
-            compared = compare(reference, head(hidden), settings.rule)
+            compared = compare(reference, head(hidden), settings.loss)
             results[:, i, part] = torch.stack([values.detach() for values in compared])
             slopes.learn((compared[0] * weights[i, part]).sum(), hidden, (i, part))
     total = slopes.attach((results[0] * weights).sum())
@@ -123,13 +335,28 @@ def chunked_compare(
     return PositionLosses(total, loss, alpha, top1)
 
 
+def compare_drafts(
+    batch: TargetBatch,
+    rows: Tensor,  # [P]
+    places: Tensor,  # [P]
+    drafted: Tensor,  # [P, H'] or [S, P, H']
+    settings: LossSettings,
+    weights: Tensor | None = None,  # [P] or [S, P]
+) -> PositionLosses:
+    """Return the comparison of drafts of the tokens at `places` of `rows` with the target's distributions there.
+
+    `drafted` is the input of `settings.draft_head`; for `weights` see `chunked_compare`.
+    """
+    return chunked_compare(batch.last[rows, places - 1], drafted, settings, weights, batch.tokens[rows, places])
+
+
 class ChunkedSlopes:
     """The gradients of a loss that is made a chunk at a time, by hidden states and by the parameters that it trains."""
 
     def __init__(self, hidden: Tensor, parameters: Sequence[Tensor]):
         self.hidden, self.learning = hidden, torch.is_grad_enabled()
         self.trained = [p for p in parameters if p.requires_grad] if self.learning else []
-        self.slopes = [torch.zeros_like(p, dtype=torch.float32) for p in self.trained]
+        self.slopes = [torch.zeros_like(p, dtype=precision_of(p)) for p in self.trained]
         self.columns = torch.zeros_like(hidden)
 
     def chunk(self, index: Any) -> Tensor:
@@ -152,7 +379,7 @@ class ChunkedSlopes:
         if not self.learning:
             return total
         pairs = [(self.hidden, self.columns), *zip(self.trained, self.slopes, strict=True)]
-        linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
+        linear = torch.stack([(x.to(precision_of(x)) * slope).sum() for x, slope in pairs]).sum()
         return total + (linear - linear.detach())
 
 
@@ -197,13 +424,13 @@ def metrics_by_depth(result: PositionLosses, wanted: Tensor, here: Tensor) -> di
     for k, known in enumerate(here):
         for name, values in (("loss", result.loss), ("top1", result.top1)):
             metrics[f"{name}_d{k + 1}"] = values[k][known].sum(), known.sum()
-        alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[k]), k))
+        alphas.append(ahead(result.alpha.new_zeros(wanted.shape).masked_scatter(wanted, result.alpha[k]), k))
         measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, known), k))
     return metrics | acceptance_metrics(alphas, measured)
 
 
 @dataclass(frozen=True)
-class AcceptedPositions:
+class ReachedPositions:
     """Which tokens of a batch's texts rounds of decoding reached, and the share of each text's loss that lies on those.
 
     A round begins after a root and emits tokens: the drafts that were accepted, and the target's own after them. At

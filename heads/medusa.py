@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ..targets import RaggedCache, RowLengths, Target
-from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, compare_drafts
+from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch
 from .divergences import LossName
-from .losses import metrics_by_depth
+from .losses import FIRST_LEARNED, LossSettings, compare_drafts, divergence, metrics_by_depth
 from .session import Abilities, NodeDepths, NodeSession, required
 
 
@@ -133,7 +133,7 @@ class Medusa(HeadDrafter[MedusaConfig]):
         `batch.verified` moves a share of these weights to what rounds of decoding reached.
         """
         wanted = batch.supervised.clone()
-        wanted[:, :2] = False  # the first head's first prediction is x_2
+        wanted[:, :FIRST_LEARNED] = False
         rows, places = wanted.nonzero(as_tuple=True)
         outputs, here = self.outputs(batch, rows, places)  # [K, P, H], [K, P]
         count = self.config.num_heads
@@ -143,7 +143,9 @@ class Medusa(HeadDrafter[MedusaConfig]):
             weights = batch.verified.weighed(weights, rows, places, steps + 1, batch.documents)
         heads = [self.lm_head(k, batch.target) for k in range(count)]
         parameters = [own.weight for own in self.own_outputs()]
-        result = compare_drafts(self, batch, rows, places, outputs, heads, parameters, weights)
+        loss = divergence(self.config.loss)
+        settings = LossSettings(batch.target.lm_head, heads, loss, self.output_ids, parameters)
+        result = compare_drafts(batch, rows, places, outputs, settings, weights)
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def outputs(self, batch: TargetBatch, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,9 +32,9 @@ from transformers import DynamicCache
 from ..common import BadInputError
 from ..targets import Backbone, Nodes, RaggedCache, RowLengths, Target
 from ..targets.loading import on_meta_device
-from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, compare_drafts
+from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch
 from .divergences import LossName
-from .losses import metrics_by_depth
+from .losses import FIRST_LEARNED, LossSettings, compare_drafts, divergence, metrics_by_depth
 from .mtp_checkpoint import layer_values, load_native, plain_body
 from .session import Abilities, DeferredPrefillSession, required, take_positions
 
@@ -174,7 +174,7 @@ class Mtp(HeadDrafter[MtpConfig]):
     def _loss_of_texts(self, batch: TargetBatch) -> DrafterLoss:
         """Return the loss of rows that hold one text each."""
         wanted = batch.supervised.clone()
-        wanted[:, :2] = False  # the first module's first prediction is x_2
+        wanted[:, :FIRST_LEARNED] = False
         rows, places = wanted.nonzero(as_tuple=True)
         count = self.config.num_outputs
         begin = (wanted.int().argmax(1) - 1 - count).clamp(min=0)
@@ -187,8 +187,9 @@ class Mtp(HeadDrafter[MtpConfig]):
         if batch.verified is not None:
             weights = batch.verified.weighed(weights, rows, places, steps + 1)
         predicted = torch.stack([o[rows, i.clamp(min=0)] for o, i in zip(outputs, index, strict=True)])  # [S, P, H]
-        head = self.lm_head(batch.target)
-        result = compare_drafts(self, batch, rows, places, predicted, head, weights=weights)
+        loss = divergence(self.config.loss)
+        settings = LossSettings(batch.target.lm_head, self.lm_head(batch.target), loss, self.output_ids)
+        result = compare_drafts(batch, rows, places, predicted, settings, weights)
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def unroll(self, target: Target, tokens: Tensor, last: Tensor, begin: Tensor | None = None) -> list[Tensor]:

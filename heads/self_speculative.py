@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ..common import BadInputError, IncompatibleError
 from ..targets import Backbone, RaggedCache, RowLengths, Target
 from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, teacher_forced_loss
-from .divergences import LossName, own_precision
+from .divergences import LossName
+from .losses import own_precision
 from .session import Abilities, NodeSession, required
 
 

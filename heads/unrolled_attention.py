@@ -102,7 +102,9 @@ def plain(
     scale = q.shape[-1] ** -0.5
     scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
     diagonal = torch.stack([(q * key).sum(-1) * scale for key, _ in own], -1)  # [B, N, T', S − 1]
-    weights = torch.cat([scores, diagonal], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
+    weights = (
+        torch.cat([scores, diagonal], -1).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    )
     mixed = weights[..., : keys.shape[2]] @ values
     for i, (_, value) in enumerate(own):
         mixed = mixed + weights[..., keys.shape[2] + i, None] * value
@@ -161,7 +163,7 @@ def _efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     padded = nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf")).contiguous()
     result = result.transpose(1, 2).contiguous().transpose(1, 2)  # as the kernel itself lays it out, and assumes
-    seed = torch.zeros((), dtype=torch.long, device=q.device)  # of a dropout that there is none of
+    seed = torch.zeros((), dtype=torch.long, device=q.device)  # dropout seed, unused
     gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         gradient, q, k, v, None, result, padded, seed, seed, 0.0, [True, True, True, False], causal
     )

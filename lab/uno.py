@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from ..common import IncompatibleError
 from ..heads.base import Drafter, DrafterLoss, TargetBatch, TrainedConfig
-from ..heads.divergences import LossName, own_precision
+from ..heads.divergences import LossName
+from ..heads.losses import own_precision
 from ..heads.parallel.parallel_drafts import Rollouts, rollout_loss
 from ..heads.self_speculative import LentCacheSession
 from ..heads.session import Abilities, OnePassDrafts, OnePassSession

@@ -54,6 +54,7 @@ class Backbone:
 
     Attributes:
         model: the unmodified `transformers` model, with or without an output embedding. body: the same without it.
+        config: the text model's.
         fast: runs passes over few tokens in place of the modules; None for the modules. The cost of such passes
             depends on a cache's entries, not on its window.
         packed: the model with weights packed for few tokens, on a CPU; None for the plain ones.
@@ -63,21 +64,13 @@ class Backbone:
         self.model = model
         self.body = body_of(model)
         self.reads_embeddings = reads_embeddings
-        self._config: tuple[PreTrainedConfig, PreTrainedConfig] | None = None
+        self.config: PreTrainedConfig = model.config.get_text_config()
         self._taps = TapReader(self.body, self.num_layers)
         self._layouts: dict[Hashable, CacheLayout] = {}
         self._compiled: Callable[..., Any] | None = None
         self.packed: PackedModel | None = None
         self._final_norm: nn.Module | None = None
         self.fast: PassRunner | None = None
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The text model's config. Kept, because passes ask for it often and the library looks for it each time."""
-        whole = self.model.config
-        if self._config is None or self._config[0] is not whole:
-            self._config = whole, whole.get_text_config()
-        return self._config[1]
 
     @property
     def device(self) -> torch.device:
@@ -303,7 +296,7 @@ class Backbone:
             config.layer_types = list(kinds[:num_layers])
         cut = copy.copy(self)
         cut.body = first_layers(self.body, decoder_layers(self.body, self.num_layers), num_layers)
-        cut._config = self.model.config, config
+        cut.config = config
         cut._taps, cut._compiled = TapReader(cut.body, num_layers), None
         cut.packed = None if self.packed is None else self.packed.shallow(self.num_layers, num_layers)
         cut.fast = None if self.fast is None else self.fast.shallow(num_layers)

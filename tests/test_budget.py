@@ -21,7 +21,7 @@ LAB = "lab"
 ROOMS = {
     "common": 3300,
     "targets": 7080,
-    "heads": 8650,
+    "heads": 8800,
     "formats": 3950,
     "decode": 4050,
     "recipes": 800,
@@ -41,8 +41,8 @@ HABITS = {
     "imports inside functions, outside the command line": 34,
     "Any": 801,
 }
-# Files of ours that run in one round of an EAGLE-3 chain, and in one of its training steps. The goals are 8 and 5.
-JOURNEYS = {"a token": 19, "a training step": 8}
+# Files of ours that run in one round of an EAGLE-3 chain, and in one of its training steps. A token's goal is 8.
+JOURNEYS = {"a token": 19, "a training step": 5}
 
 
 def python_files(folder: str) -> Iterator[Path]:

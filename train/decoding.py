@@ -33,7 +33,7 @@ from ..distill.sources import some_of_each
 from ..eval.measure import plan_of
 from ..eval.suites import load_suites
 from ..heads import Drafter
-from ..heads.base import Sum
+from ..heads.losses import Sum
 from ..recipes import DataSpec, EvalSpec, Recipe
 from ..targets import Target
 from ..targets.sharding import follow, leading

@@ -18,7 +18,7 @@ from ..distill.data_set import provenance
 from ..distill.sources import check_sources
 from ..eval.measure import baseline_config
 from ..heads import HEADS, Drafter, drafter_config, load_drafter
-from ..heads.divergences import divergence
+from ..heads.losses import divergence
 from ..heads.registry import init_words, is_warm, saved_type
 from ..heads.saved import CONFIG, read_config
 from ..recipes import Recipe

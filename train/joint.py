@@ -30,8 +30,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..heads import Drafter, DrafterLoss, TargetBatch
-from ..heads.divergences import divergence, own_precision
-from ..heads.losses import LossSettings, chunked_compare
+from ..heads.losses import LossSettings, chunked_compare, divergence, own_precision
 from ..recipes import JointSpec
 from ..targets import Target
 from ..targets.model_folder import refuse_pickles

@@ -24,7 +24,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..common.errors import NotFiniteError
 from ..distill.data_set import DEPTHS
-from ..heads import AcceptedPositions, Drafter, DrafterLoss
+from ..heads import Drafter, DrafterLoss, ReachedPositions
 from . import checkpoints, muon
 from .arguments import GAP, MEASURED
 from .callbacks import EpochOrder, GracefulStop, StepLines
@@ -312,7 +312,7 @@ class DrafterTrainer(HookedTrainer):
         batch = self.data.batches.of(inputs)
         batch.seed = self.args.seed * 1_000_003 + self.state.global_step
         if self.data.verified:
-            batch.verified = AcceptedPositions(inputs[DEPTHS], self.data.verified)
+            batch.verified = ReachedPositions(inputs[DEPTHS], self.data.verified)
         loss = loss_of(model(batch))
         if not self._checked_counts:
             assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), (

@@ -21,8 +21,15 @@ from torch import Tensor, nn
 
 from ...targets.sequence_packing import Documents
 from ..base import Drafter, DrafterLoss, TargetBatch
-from ..divergences import TargetDistribution, divergence, own_precision
-from ..losses import AcceptedPositions, ChunkedSlopes, acceptance_metrics, compare
+from ..losses import (
+    ChunkedSlopes,
+    ReachedPositions,
+    TargetDistribution,
+    acceptance_metrics,
+    compare,
+    divergence,
+    own_precision,
+)
 
 FIRST = 1  # an anchor has at least one token before it: a root always follows a prompt
 
@@ -46,7 +53,7 @@ class Anchors:
         count: int,
         step: int = 0,
         documents: Documents | None = None,
-        verified: AcceptedPositions | None = None,
+        verified: ReachedPositions | None = None,
     ) -> Anchors:
         """Draw up to `count` anchors of each text from its `eligible` places `[R, T]`, without replacement.
 

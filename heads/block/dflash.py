@@ -24,12 +24,11 @@ from ...targets import RaggedCache, RowLengths, Target
 from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import LayerConfig, LayerDrafter, norm_of, normed, rotary_of
 from ..divergences import LossName
+from ..losses import FIRST_LEARNED
 from ..session import UNBEGUN, Abilities, OnePassDrafts, OnePassSession, required
 from ..vocabulary import begin_mask, kept_bytes, kept_head, unused_token
 from .block_layers import BlockLayer, BlockMask, CachedBlocks, TrainedBlocks, context_parts
 from .block_losses import Anchors, BlockLearning, BlockTargets, eligible_places, kept
-
-FIRST_LEARNED = 2  # a row's first anchor that has a context drafts its third token
 
 
 @dataclass

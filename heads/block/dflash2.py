@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...common import BadInputError
 from ..decoder_layer import FusedLayer, normed
-from ..divergences import TargetDistribution
+from ..losses import TargetDistribution
 from ..session import take_positions
 from .block_layers import BlockLayer
 from .block_losses import FollowingLearning

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ...common import BadInputError
 from ...targets import RowLengths, Target
 from ..decoder_layer import norm_of, normed
-from ..divergences import TargetDistribution
+from ..losses import TargetDistribution
 from ..session import required, take_positions
 from .block_layers import BlockLayer
 from .block_losses import FollowingLearning

@@ -26,9 +26,18 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from ...targets import Nodes, RaggedCache, RowLengths
-from ..base import Drafter, DrafterLoss, TargetBatch, compare_drafts
+from ..base import Drafter, DrafterLoss, TargetBatch
 from ..decoder_layer import FusedLayer, angles
-from ..losses import AcceptedPositions, Head, PositionLosses, acceptance_metrics, ahead
+from ..losses import (
+    Head,
+    LossSettings,
+    PositionLosses,
+    ReachedPositions,
+    acceptance_metrics,
+    ahead,
+    compare_drafts,
+    divergence,
+)
 from ..session import DeferredPrefillSession, OnePassDrafts, OnePassSession, PendingInputs
 
 _PART = 256  # masks in one product with the keys: more of them would see more that is masked
@@ -143,7 +152,7 @@ class Rollouts:
 class Served:
     """What rounds reached, for drafters whose entry at a place predicts the token `ahead` places later."""
 
-    verified: AcceptedPositions
+    verified: ReachedPositions
     ahead: int
 
     def reached(self, depths: int) -> Tensor:
@@ -352,7 +361,9 @@ def rollout_loss(
         drafts = RolledDrafts.of(learned[:, :0] if sure else learned, rollouts)
         weights = drafts.weights(wanted, config.decay, served)  # [P]
         rows, places, drafted = drafts.rows, drafts.places + ahead, output[drafts.rows, drafts.entries]
-        result = compare_drafts(drafter, batch, rows, places, drafted, head, parameters, weights)
+        loss = divergence(config.loss)
+        settings = LossSettings(batch.target.lm_head, head, loss, drafter.output_ids, parameters)
+        result = compare_drafts(batch, rows, places, drafted, settings, weights)
         return DrafterLoss(
             result.total, wanted.sum(), drafts.metrics(result, wanted.shape, config.steps, learned if sure else None)
         )

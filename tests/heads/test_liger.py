@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import divergences
-from outrider.heads.divergences import DIVERGENCES, HARD, TargetDistribution, divergence
-from outrider.heads.losses import LossSettings, chunked_compare, compare
+from outrider.heads import liger_kernels
+from outrider.heads.divergences import DIVERGENCES, HARD, LossName, hard_cross_entropy, total_variation
+from outrider.heads.losses import LossSettings, TargetDistribution, chunked_compare, compare, divergence
 
 from ..closeness import assert_same
 
@@ -34,9 +34,9 @@ SERVED += [{"soft_ce": 1.0, "jsd(0.9)": 2, "tv": 0.1, HARD: 0.5}]
 
 @pytest.fixture(autouse=True)
 def _anew() -> Iterator[None]:
-    divergences.kernel_works.cache_clear()
+    liger_kernels.works.cache_clear()
     yield
-    divergences.kernel_works.cache_clear()
+    liger_kernels.works.cache_clear()
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("liger_kernel")
     if DEVICE == "cpu" and not INTERPRETED:
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
-    monkeypatch.setattr(divergences, "_KERNEL_DEVICES", {DEVICE})
+    monkeypatch.setattr(liger_kernels, "DEVICES", {DEVICE})
 
 
 @pytest.fixture
@@ -61,27 +61,28 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return of
 
-    for rule in list(divergences._KERNELS):
-        monkeypatch.setitem(divergences._KERNELS, rule, kernel(rule, rule is divergences.hard_cross_entropy))
-    monkeypatch.setattr(divergences, "_KERNEL_DEVICES", {"cpu", DEVICE})
-    monkeypatch.setattr(divergences, "find_spec", lambda name: name)
+    for rule in list(liger_kernels.KERNELS):
+        monkeypatch.setitem(liger_kernels.KERNELS, rule, kernel(rule, rule is hard_cross_entropy))
+    monkeypatch.setattr(liger_kernels, "DEVICES", {"cpu", DEVICE})
+    monkeypatch.setattr(liger_kernels, "find_spec", lambda name: name)
     return called
 
 
-def served(name: divergences.LossName, kind: str = "cpu") -> bool:
-    return divergences.kernels_serve(divergence(name), kind)
+def served(name: LossName, kind: str = "cpu") -> bool:
+    loss = divergence(name)
+    return kind in liger_kernels.DEVICES and liger_kernels.serve(loss.parts, loss.hard, kind)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "mps"])
 def test_only_cuda_tensors_take_them(monkeypatch, kind):
-    monkeypatch.setattr(divergences, "find_spec", lambda name: name)
-    monkeypatch.setattr(divergences, "_try_kernel", lambda *_: 0.0)
+    monkeypatch.setattr(liger_kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(liger_kernels, "_try_kernel", lambda *_: 0.0)
     assert all(served(name, "cuda") for name in SERVED)
     assert not any(served(name, kind) for name in SERVED)
 
 
 def test_without_liger_torch_is_taken_and_nothing_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(divergences, "find_spec", lambda name: None)
+    monkeypatch.setattr(liger_kernels, "find_spec", lambda name: None)
     assert not any(served(name, "cuda") for name in SERVED)
     assert not caplog.records
 
@@ -117,13 +118,13 @@ TORCH = "total_variation takes torch's operations on cpu: liger-kernel's "
         (lambda *_: 1 / 0, TORCH + "does not run: division by zero"),
         (lambda reference, logits: logits.log_softmax(-1).sum(-1), TORCH + "is off by "),
         (
-            lambda p, logits: no_gradient(divergences.total_variation(p.log_probs, logits.log_softmax(-1))),
+            lambda p, logits: no_gradient(total_variation(p.log_probs, logits.log_softmax(-1))),
             TORCH + "is off by nan",
         ),
     ],
 )
 def test_a_kernel_that_fails_or_computes_something_else_is_not_used(stand_ins, monkeypatch, caplog, wrong, message):
-    monkeypatch.setitem(divergences._KERNELS, divergences.total_variation, wrong)
+    monkeypatch.setitem(liger_kernels.KERNELS, total_variation, wrong)
     with caplog.at_level(logging.WARNING):
         assert not any(map(served, ("tv", "tv", {"soft_ce": 1.0, "tv": 0.1})))
     assert served("soft_ce")
@@ -142,7 +143,7 @@ def example(kept: Tensor | None, positions: int = 7, vocab: int = 70) -> tuple[T
 Compared = tuple[Tensor, Tensor, Tensor]
 
 
-def torchs(reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName) -> Compared:
+def torchs(reference: TargetDistribution, draft_logits: Tensor, name: LossName) -> Compared:
     """`compare`, by torch's operations."""
     log_q = draft_logits.float().log_softmax(-1)
     alpha, best = torch.minimum(reference.probs, log_q.exp()).sum(-1), log_q.argmax(-1)
@@ -150,7 +151,7 @@ def torchs(reference: TargetDistribution, draft_logits: Tensor, name: divergence
 
 
 def differentiated(
-    way: Callable[..., Compared], reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName
+    way: Callable[..., Compared], reference: TargetDistribution, draft_logits: Tensor, name: LossName
 ) -> list[Tensor]:
     """(loss, alpha, top1) and the gradient, where each position has a weight of its own."""
     start = draft_logits.clone().requires_grad_()
@@ -162,7 +163,7 @@ def differentiated(
     return [*(f.detach() for f in found), *gradient]
 
 
-def fused(reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName) -> Compared:
+def fused(reference: TargetDistribution, draft_logits: Tensor, name: LossName) -> Compared:
     assert served(name, DEVICE)
     return compare(reference, draft_logits, divergence(name))
 
@@ -208,7 +209,7 @@ def test_a_training_step_is_that_of_torch(kernels, monkeypatch, name, kept):
         target_hidden, start = torch.randn(positions, 5, device=DEVICE), torch.randn(3, positions, 4, device=DEVICE)
         weights, following, both = torch.rand(3, positions, device=DEVICE), torch.arange(positions, device=DEVICE), []
         for kinds in ({DEVICE}, set()):
-            monkeypatch.setattr(divergences, "_KERNEL_DEVICES", kinds)
+            monkeypatch.setattr(liger_kernels, "DEVICES", kinds)
             hidden = start.clone().requires_grad_()
             result = chunked_compare(target_hidden, hidden, settings, weights, following)
             slopes = torch.autograd.grad(result.total, [hidden, *settings.parameters])
@@ -240,7 +241,7 @@ def test_a_large_vocabulary_takes_no_more_memory_than_by_torch(kernels, monkeypa
     """512 positions of 151,936 symbols, or of 32,000 that are left of them; the same values and gradients."""
     kept, peaks, both = None if kept is None else torch.arange(32_000, device=DEVICE) * 4, {}, {}
     for kinds in ((), (DEVICE,)):
-        monkeypatch.setattr(divergences, "_KERNEL_DEVICES", kinds)
+        monkeypatch.setattr(liger_kernels, "DEVICES", kinds)
         for _ in range(2):  # the first time is that of compilers and trials
             reference, draft_logits = example(kept, 512, 151_936)
             draft_logits = draft_logits.to(dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import HEADS, AcceptedPositions, DFlash, Drafter, TargetBatch, base
+from outrider.heads import HEADS, DFlash, Drafter, ReachedPositions, TargetBatch, losses
 from outrider.heads.block.block_losses import Anchors, BlockLearning, BlockTargets, eligible_places
 from outrider.heads.losses import PositionLosses
 from outrider.heads.parallel.parallel_drafts import RolledDrafts, Rollouts, Served, kept_counts
@@ -46,7 +46,7 @@ def batch(target: Target, drafter: Drafter[Any], share: float | None) -> TargetB
     supervised = torch.arange(len(DEPTHS)).expand(2, -1) >= PROMPT
     found = all_of(target, drafter, sequences(2, len(DEPTHS), 60), supervised)
     if share is not None:
-        found.verified = AcceptedPositions(torch.tensor([DEPTHS, [0] * len(DEPTHS)]), share)
+        found.verified = ReachedPositions(torch.tensor([DEPTHS, [0] * len(DEPTHS)]), share)
     return found
 
 
@@ -60,7 +60,7 @@ def lesson(drafter: Drafter[Any], given: TargetBatch) -> list[Tensor]:
 @both_precisions
 def test_the_share_moves_to_what_was_reached_by_the_weights_that_were_there():
     """Weights 4, 2, 1, 1 of one text, of which the second and the third were reached: half of 8 goes there, 2 : 1."""
-    verified = AcceptedPositions(torch.tensor([[0, 1, 2, 1]]), 0.5)
+    verified = ReachedPositions(torch.tensor([[0, 1, 2, 1]]), 0.5)
     rows, places, depths = torch.zeros(4, dtype=torch.long), torch.tensor([1, 1, 2, 3]), torch.tensor([2, 1, 2, 2])
     found = verified.weighed(torch.tensor([4.0, 2.0, 1.0, 1.0]), rows, places, depths)
     assert_same(found, torch.tensor([2.0, 1 + 8 / 3, 0.5 + 4 / 3, 0.5]))
@@ -71,18 +71,18 @@ def test_the_share_moves_to_what_was_reached_by_the_weights_that_were_there():
 def test_a_whole_share_leaves_nothing_elsewhere_and_none_changes_nothing():
     depths, weights = torch.tensor([[0, 1, 2]]), torch.tensor([[3.0, 1.0], [2.0, 5.0]])  # [S, P]
     arguments = weights, torch.zeros(2, dtype=torch.long), torch.tensor([1, 2]), torch.tensor([[1], [2]])
-    found = AcceptedPositions(depths, 1.0).weighed(*arguments)
+    found = ReachedPositions(depths, 1.0).weighed(*arguments)
     assert_same(found, torch.tensor([[4.125, 0.0], [0.0, 6.875]]))
-    assert torch.equal(AcceptedPositions(depths, 0.0).weighed(*arguments), weights)
+    assert torch.equal(ReachedPositions(depths, 0.0).weighed(*arguments), weights)
 
 
 def test_a_text_of_which_nothing_was_reached_keeps_its_weights():
     """Of two texts of one row, and of two rows, only the one with rounds changes; each keeps its sum."""
     weights, places = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 1, 2, 3])
-    verified, ones = AcceptedPositions(torch.tensor([[0, 1, 0, 0]]), 0.5), torch.ones(4, dtype=torch.long)
+    verified, ones = ReachedPositions(torch.tensor([[0, 1, 0, 0]]), 0.5), torch.ones(4, dtype=torch.long)
     found = verified.weighed(weights, torch.zeros(4, dtype=torch.long), places, ones, Documents([[2, 2]], 4))
     assert found.tolist() == [0.5, 2.5, 3.0, 4.0]
-    found = AcceptedPositions(torch.tensor([[0, 1], [0, 0]]), 0.5).weighed(weights, places // 2, places % 2, ones)
+    found = ReachedPositions(torch.tensor([[0, 1], [0, 0]]), 0.5).weighed(weights, places // 2, places % 2, ones)
     assert found.tolist() == [0.5, 2.5, 3.0, 4.0]
 
 
@@ -92,7 +92,7 @@ def test_a_share_of_the_anchors_is_drawn_from_roots_and_the_others_as_always():
     eligible[:, 3:63] = True
     depths = torch.tensor([[0, 0, 0, 0, *[1, 2, 3, 4] * 15]])
     roots = {place for place in range(63) if depths[0, place + 1] == 1}
-    found = Anchors.of(eligible, tokens, 10, 7, verified=AcceptedPositions(depths, 0.5))
+    found = Anchors.of(eligible, tokens, 10, 7, verified=ReachedPositions(depths, 0.5))
     assert found.usual is not None
     drawn = dict(zip(found.places[0].tolist(), found.usual[0].tolist(), strict=True))
     assert sorted(drawn) == list(drawn)
@@ -101,10 +101,10 @@ def test_a_share_of_the_anchors_is_drawn_from_roots_and_the_others_as_always():
     assert len(evenly) == 5
     assert drawn.keys() - evenly <= roots
     assert len(drawn.keys() & roots) >= 5
-    none = Anchors.of(eligible, tokens, 10, 7, verified=AcceptedPositions(torch.zeros_like(depths), 0.5))
+    none = Anchors.of(eligible, tokens, 10, 7, verified=ReachedPositions(torch.zeros_like(depths), 0.5))
     assert none.usual is None
     assert torch.equal(none.places, Anchors.of(eligible, tokens, 10, 7).places)
-    every = Anchors.of(eligible, tokens, 60, 7, verified=AcceptedPositions(depths, 0.5))
+    every = Anchors.of(eligible, tokens, 60, 7, verified=ReachedPositions(depths, 0.5))
     assert every.usual is None, "all places are anchors already"
 
 
@@ -133,7 +133,7 @@ def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always(
     """As many masks of each depth as without, none without those before it; half of them where rounds reached."""
     tokens, learned = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
     depths = torch.tensor([[1, 2, 3, 4, 5] * 16])
-    served, drops = Served(AcceptedPositions(depths, 0.5), ahead=1), (6, 0.7, 0.2)
+    served, drops = Served(ReachedPositions(depths, 0.5), ahead=1), (6, 0.7, 0.2)
     found, usual = Rollouts.drawn(learned, tokens, *drops, 7, served), Rollouts.drawn(learned, tokens, *drops, 7)
     assert found.usual is not None
     assert usual.usual is None
@@ -152,7 +152,7 @@ def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always(
             assert sum(d == depth for _, d in reached) >= min(int(0.5 * most), there) * (depth < 5) * 0.8
     whole = Rollouts.drawn(learned, tokens, 6, 1.0, 0.2, 7, served)
     assert whole.usual is None, "where nothing is dropped, all masks are there already"
-    none = Rollouts.drawn(learned, tokens, *drops, 7, Served(AcceptedPositions(torch.zeros_like(depths), 0.5), ahead=1))
+    none = Rollouts.drawn(learned, tokens, *drops, 7, Served(ReachedPositions(torch.zeros_like(depths), 0.5), ahead=1))
     assert torch.equal(none.anchors, usual.anchors)
     assert torch.equal(none.depths, usual.depths)
 
@@ -164,7 +164,7 @@ def test_masks_weigh_what_a_rows_tokens_do(share):
     tokens, wanted = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
     wanted[:, :1] = False
     learned = torch.nn.functional.pad(wanted, (0, 1))[:, 1:]
-    served = Served(AcceptedPositions(torch.tensor([[1, 2, 3, 4, 5] * 16]), share), ahead=1)
+    served = Served(ReachedPositions(torch.tensor([[1, 2, 3, 4, 5] * 16]), share), ahead=1)
     rollouts = Rollouts.drawn(learned, tokens, 6, 0.7, 0.2, 7, served)
     drafts = RolledDrafts.of(learned, rollouts)
     weights = drafts.weights(wanted, 0.9, served)
@@ -187,8 +187,8 @@ def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: Targ
         seen.extend([weights, following])
         return compare(last, drafted, settings, weights, following)
 
-    compare = base.chunked_compare
-    monkeypatch.setattr(base, "chunked_compare", noted)
+    compare = losses.chunked_compare
+    monkeypatch.setattr(losses, "chunked_compare", noted)
     drafter.loss(given)
     return seen[0], seen[1]
 
@@ -226,7 +226,7 @@ def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target, va
         tokens = given.tokens[:1].clone()
         tokens[:, 7:] = later
         whole = all_of(target, drafter, tokens, given.supervised[:1])
-        whole.verified = AcceptedPositions(torch.tensor([[0, 0, 0, 0, 1, 2, 3, 0, 0, 0]]), 1.0)
+        whole.verified = ReachedPositions(torch.tensor([[0, 0, 0, 0, 1, 2, 3, 0, 0, 0]]), 1.0)
         losses.append(float(drafter.loss(whole).total.detach()))
     assert_same(losses[0], losses[1])
     assert losses[0] > 0

@@ -13,24 +13,24 @@ from scipy.special import huber
 from torch import Tensor
 
 from outrider.common import BadInputError
-from outrider.heads import losses
+from outrider.heads import liger_kernels, losses
 from outrider.heads.divergences import (
     DIVERGENCES,
     HARD,
-    TargetDistribution,
-    divergence,
     hard_cross_entropy,
-    own_precision,
     smooth_l1,
 )
 from outrider.heads.losses import (
     LossSettings,
     PositionLosses,
+    TargetDistribution,
     acceptance_metrics,
     ahead,
     chunked_compare,
     compare,
+    divergence,
     metrics_by_depth,
+    own_precision,
 )
 from outrider.targets import PeakBytes
 
@@ -433,11 +433,13 @@ def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
 
 def test_a_loss_that_kernels_serve_is_theirs(monkeypatch):
     asked: list[tuple] = []
-    monkeypatch.setattr(losses, "kernels_serve", lambda *arguments: bool(asked.append(arguments)) or True)
-    monkeypatch.setattr(losses, "compare_by_kernels", lambda *arguments: arguments)
-    given = TargetDistribution.of(logits(P)), logits(Q), divergence("tv")
-    assert all(a is b for a, b in zip(compare(*given), given, strict=True))
-    assert asked == [(given[2], "cpu")]
+    monkeypatch.setattr(liger_kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(liger_kernels, "serve", lambda *arguments: bool(asked.append(arguments)) or True)
+    monkeypatch.setattr(liger_kernels, "compare", lambda *arguments: arguments)
+    reference, draft_logits, loss = TargetDistribution.of(logits(P)), logits(Q), divergence("tv")
+    given = reference, draft_logits, loss.parts, loss.hard
+    assert all(a is b for a, b in zip(compare(reference, draft_logits, loss), given, strict=True))
+    assert asked == [(loss.parts, loss.hard, "cpu")]
 
 
 def test_mixed_precision_is_for_the_drafter_alone():

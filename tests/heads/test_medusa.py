@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
 from outrider.heads import Hydra, Medusa, MedusaConfig
-from outrider.heads.divergences import divergence
+from outrider.heads.losses import divergence
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions

@@ -13,7 +13,7 @@ from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, memor
 from outrider.decode import round as stage
 from outrider.decode.memory import Load, budget
 from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig
-from outrider.heads.divergences import divergence
+from outrider.heads.losses import divergence
 from outrider.targets import PeakBytes, RaggedCache, RowLengths, Target
 
 from ..closeness import assert_same, both_precisions

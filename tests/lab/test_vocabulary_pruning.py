@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from outrider.distill.data_set import ranks
-from outrider.heads.divergences import TargetDistribution, divergence
-from outrider.heads.losses import compare
+from outrider.heads.losses import TargetDistribution, compare, divergence
 from outrider.lab.vocabulary_pruning import measure_pruning, size_figures
 from outrider.targets import Target
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.common import BadInputError
 from outrider.distill import distill, load_responses
-from outrider.heads import HEADS, AcceptedPositions, Ngram, TargetBatch, load_drafter
+from outrider.heads import HEADS, Ngram, ReachedPositions, TargetBatch, load_drafter
 from outrider.heads.low_rank import LowRank
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -61,7 +61,7 @@ def follow(recipe: MakeRecipe, served: Path) -> MakeRecipe:
 
 def given(batches: Any, inputs: dict[str, Tensor], share: float = 0.5) -> TargetBatch:
     found: TargetBatch = batches.of(inputs)
-    found.verified = AcceptedPositions(inputs["depths"], share)
+    found.verified = ReachedPositions(inputs["depths"], share)
     return found
 
 

@@ -134,6 +134,7 @@ class ExportLayout(ABC, Generic[D, C]):
         optional: tensors that may be there or not.
         is_model: the files are a whole model, which its own library reads: `load` reads config.json alone.
         keeps_window: what reads them attends no further back than the drafter's sliding window.
+        served_as: the type of drafters whose method engines name for it; "" for its own.
     """
 
     name: ClassVar[str]
@@ -141,6 +142,7 @@ class ExportLayout(ABC, Generic[D, C]):
     optional: ClassVar[tuple[str, ...]] = ()
     is_model: ClassVar[bool] = False
     keeps_window: bool = True
+    served_as: str = ""
 
     def lacks(self, config: C, num_layers: int) -> list[Unsupported]:
         """Return the settings of a drafter that cannot be written or served; `num_layers` are the target's."""

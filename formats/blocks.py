@@ -13,7 +13,7 @@ Shapes: V target vocabulary, V' draft vocabulary, H hidden size, T processed tok
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -22,17 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..common import IncompatibleError
-from ..heads import (
-    DFlash,
-    DFlash2,
-    DFlash2Config,
-    DFlashConfig,
-    Drafter,
-    DSpark,
-    DSparkConfig,
-    LiLiCorr,
-    LiLiCorrConfig,
-)
+from ..heads import DFlash, DFlash2, DFlashConfig, Drafter, DSpark, DSparkConfig
 from ..targets import Target
 from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking
 from .engine_logits import Layers, ProbeSequence, Weights, output_table, require_unscaled, scale_field
@@ -50,31 +40,52 @@ from .speculators import draft_ids, last_tap, taps_lacking, vocabulary_maps, wri
 TAPS, OUTPUT = "aux_hidden_state_layer_ids", "lm_head.weight"
 B = TypeVar("B", bound=DFlash)
 C = TypeVar("C", bound=DFlashConfig)
-CLASSES: dict[str, tuple[type[DFlash], type[DFlashConfig], str]] = {
-    "dflash": (DFlash, DFlashConfig, "DFlashDraftModel"),
-    "dflash2": (DFlash2, DFlash2Config, "DFlash2DraftModel"),
-    "dspark": (DSpark, DSparkConfig, "DSparkDraftModel"),
-    "lilicorr": (LiLiCorr, LiLiCorrConfig, "LiLiCorrDraftModel"),
-}
-_CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
-_LATTICE = ("candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim")
-# What stands in files, under the names of our settings, of drafters that choose among candidates.
-_SELECTOR: dict[type[DFlashConfig], tuple[str, ...]] = {
-    DFlash2Config: (*_CONVOLUTIONS, "selector_rank", "selector_top_k"),
-    LiLiCorrConfig: (*_CONVOLUTIONS, *(f"lilicorr_{name}" for name in (*_LATTICE, "logit_scale", "vector_eps"))),
-}
-_DSPARK: dict[str, tuple[str, Any]] = {  # the names of DSpark's settings in files, and what a missing one means
-    "markov_rank": ("markov_rank", 0),
-    "markov_head": ("markov_head_type", "vanilla"),
-    "confidence": ("enable_confidence_head", False),
-    "confidence_reads_markov": ("confidence_head_with_markov", False),
-}
+# The logits of drafts `[k, V']` as an engine completes them: of tensors, flags, the passage, the fused hidden state
+# before the root `[H]`, the drafts' states `[k, H]` and DFlash's logits `[k, V']`.
+Completion = Callable[[Weights, "BlockFlags", ProbeSequence, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """A type of block drafters, as layouts see it.
+
+    Attributes:
+        drafter: its class.
+        architecture: in published files.
+        fields: of its settings beside DFlash's, the names in files, and what a missing one means; None: it may not be.
+        completed: what engines do to DFlash's logits; None for nothing.
+        whole: engines read its blocks whole, even where its layers are causal.
+    """
+
+    drafter: type[DFlash]
+    architecture: str
+    fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    completed: Completion | None = None
+    whole: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.drafter.name
+
+    def settings(self, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return its own settings, of the fields of a file; BadInputError if one is missing that may not be."""
+        require_fields(fields, [name for name, missing in self.fields.values() if missing is None], where)
+        kinds = {name: type(getattr(self.drafter.config_class, name)) for name in self.fields}
+        return {ours: kinds[ours](fields.get(name, missing)) for ours, (name, missing) in self.fields.items()}
+
+    def written(self, config: DFlashConfig) -> dict[str, Any]:
+        """Return the fields of its own settings, which are the same in every layout."""
+        return {name: getattr(config, ours) for ours, (name, _) in self.fields.items()}
 
 
 class BlockLayout(ExportLayout[B, C]):
     """A layout of block drafters: tensors have our names, and config.json has the layers' sizes and a few flags."""
 
     beside: ClassVar[tuple[str, ...]] = ()  # tensors that our drafter does not have
+
+    def __init__(self, kind: BlockKind):
+        self.kind, self.drafter = kind, kind.name
+        self.served_as = "" if kind.name == "dspark" else "dflash"
 
     @abstractmethod
     def layer(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -89,11 +100,12 @@ class BlockLayout(ExportLayout[B, C]):
 
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         config = files.config
-        return block_logits(files.tensors, self.layer(config), self.flags(config, str(files.config_file)), passage)
+        flags = self.flags(config, str(files.config_file))
+        return block_logits(files.tensors, self.layer(config), flags, passage, self.kind.completed)
 
     def read(self, files: DrafterFiles, target: Target) -> B:
         config = self.settings(files.config, str(files.config_file), target.num_layers)
-        drafter: Any = CLASSES[self.drafter][0](config)
+        drafter: Any = self.kind.drafter(config)
         ours = {their_name(name): name for name in drafter.state_dict()}
         weights = {ours.get(name, name): t for name, t in files.tensors.items() if name not in self.beside}
         weights["token_ids"] = draft_ids(files.tensors, config.draft_vocab_size, config.vocab_size, files.folder)
@@ -104,7 +116,7 @@ class BlockLayout(ExportLayout[B, C]):
         return drafter
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return shapes_of(CLASSES[self.drafter][0], self.settings(config, "config.json", 0), their_name)
+        return shapes_of(self.kind.drafter, self.settings(config, "config.json", 0), their_name)
 
     def settings(self, values: dict[str, Any], where: str, num_layers: int) -> DFlashConfig:
         """Return our config of theirs.
@@ -129,28 +141,25 @@ class BlockLayout(ExportLayout[B, C]):
             "window_from": "anchor" if flags.window else "slot",
             "mask_token_id": flags.mask,
             "target_layers": num_layers,
-            **flags.selector,
+            **flags.own,
             **layer_sizes({k: v for k, v in plain.items() if v is not None}, where, problems),
         }
         settings["draft_vocab_size"] = int(values.get("draft_vocab_size") or settings["vocab_size"])
-        if self.drafter == "dspark":
-            settings |= {ours: type(missing)(values.get(name, missing)) for ours, (name, missing) in _DSPARK.items()}
-        return CLASSES[self.drafter][1](**settings)
+        return self.kind.drafter.config_class(**settings)
 
 
 class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
     """Block drafters as the `speculators` package keeps them.
 
-    Args:
-        drafter: dflash, dflash2 or dspark.
-        vllm: whether vLLM must be able to serve them.
+    `vllm`: whether vLLM must be able to serve them.
     """
 
     name = "speculators-blocks"
     optional = beside = ("d2t", "t2d", OUTPUT, EMBEDDINGS)
 
-    def __init__(self, drafter: str, vllm: bool = False):
-        self.drafter, self.vllm = drafter, vllm
+    def __init__(self, kind: BlockKind, vllm: bool = False):
+        super().__init__(kind)
+        self.vllm = vllm
 
     def lacks(self, config: DFlashConfig, num_layers: int) -> list[Unsupported]:
         lacks = taps_lacking(config.taps, num_layers)
@@ -178,7 +187,7 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
         return lacks
 
     def write(self, drafter: DFlash, target: Target, depth: int) -> DrafterFiles:
-        require_servable(drafter, target, depth, scales=self.drafter == "dflash")
+        require_servable(drafter, target, depth, self.kind, scales=self.drafter == "dflash")
         config = drafter.config
         tensors = own_tensors(drafter) | vocabulary_maps(drafter.token_ids, config.vocab_size)
         if drafter.output_ids is not None:
@@ -192,8 +201,8 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
             "sliding_window_non_causal": not config.causal,
         }
         layer = layer_config(config) | scale_field(target)
-        values = written_config(drafter, target, depth, CLASSES[drafter.name][2], layer, fields)
-        return DrafterFiles(values | head_fields(config), tensors)
+        values = written_config(drafter, target, depth, self.kind.architecture, layer, fields)
+        return DrafterFiles(values | self.kind.written(config), tensors)
 
     def read(self, files: DrafterFiles, target: Target) -> DFlash:
         if "sliding_attention" in (self.layer(files.config).get("layer_types") or []):
@@ -217,8 +226,7 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
             from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
             causal=sliding and not config.get("sliding_window_non_causal", True),
             window=int(layer["sliding_window"]) if sliding else None,
-            markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
-            selector=selector_fields(self.drafter, config, where),
+            own=self.kind.settings(config, where),
         )
 
 
@@ -242,7 +250,7 @@ def their_name(name: str) -> str:
     return name.replace("codebook.weight", "codebook")
 
 
-def require_servable(drafter: DFlash, target: Target, depth: int, scales: bool = False) -> None:
+def require_servable(drafter: DFlash, target: Target, depth: int, kind: BlockKind, scales: bool = False) -> None:
     """Refuse a drafter that engines would run otherwise than it was trained.
 
     They embed a token in the place of its mask, and run a shorter block where fewer drafts are asked for, which gives
@@ -255,8 +263,7 @@ def require_servable(drafter: DFlash, target: Target, depth: int, scales: bool =
         )
     if not scales:
         require_unscaled(target, drafter.name)
-    whole = not drafter.config.causal or isinstance(drafter, LiLiCorr)  # which scores the candidates of all drafts
-    if depth != drafter.max_depth and whole:
+    if depth != drafter.max_depth and (kind.whole or not drafter.config.causal):
         raise IncompatibleError(
             f"engines read as many slots as they draft, and a block of this {drafter.name} drafter is read whole: it "
             f"was trained for {drafter.max_depth} drafts, {depth} were asked for; export it with depth "
@@ -276,27 +283,6 @@ def layer_config(config: DFlashConfig) -> dict[str, Any]:
     }
 
 
-def selector_fields(drafter: str, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings by which a drafter of this type chooses among candidates; {} for one that does not.
-
-    Raises BadInputError if one is missing. LiLiCorr's convolutions may be: it has none then.
-    """
-    config: Any = CLASSES[drafter][1]
-    names = _SELECTOR.get(config, ())
-    given = dict.fromkeys(_CONVOLUTIONS, 0) | dict(fields) if config is LiLiCorrConfig else dict(fields)
-    require_fields(given, names, where)
-    return {name: type(getattr(config, name))(given[name]) for name in names}
-
-
-def head_fields(config: DFlashConfig) -> dict[str, Any]:
-    """Return the fields of what drafters have beside DFlash, which are the same in every layout."""
-    if names := _SELECTOR.get(type(config)):
-        return {name: getattr(config, name) for name in names}
-    if not isinstance(config, DSparkConfig):
-        return {}
-    return {name: getattr(config, ours) for ours, (name, _) in _DSPARK.items()}
-
-
 @dataclass(frozen=True)
 class BlockFlags:
     """The flags that an engine takes from config.json, beside the layers' sizes."""
@@ -307,13 +293,16 @@ class BlockFlags:
     from_anchor: bool  # slot i predicts the token after its place
     causal: bool  # a slot attends to the slots up to its own
     window: int | None = None  # of the context, counted back from the anchor; None for all of it
-    markov: str | None = None  # the kind of a Markov head; None for none
-    selector: Mapping[str, Any] = field(default_factory=dict)  # of the choice among candidates; {} without one
+    own: Mapping[str, Any] = field(default_factory=dict)  # what the kind has beside DFlash's, by our names
 
 
 @torch.no_grad()
 def block_logits(
-    tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: BlockFlags, passage: ProbeSequence
+    tensors: Mapping[str, Tensor],
+    layer: Mapping[str, Any],
+    flags: BlockFlags,
+    passage: ProbeSequence,
+    completed: Completion | None,
 ) -> Tensor:
     """Return the draft logits at each depth, `[k, V]`, −inf outside the draft vocabulary.
 
@@ -330,13 +319,8 @@ def block_logits(
     states = weights.norm(hidden, "norm")[0 if flags.from_anchor else 1 :][: 1 + len(passage.drafts)]
     scale = float(layer.get("logit_scale", 1.0))
     logits = scale * (weights.linear(states, "lm_head") if OUTPUT in weights else passage.lm_head(states))
-    before = torch.cat([passage.tokens[-1:], passage.drafts])
-    if flags.markov is not None:
-        logits = logits + _bias(weights, flags.markov, before, states)
-    if "lilicorr_candidate_topk" in flags.selector:
-        logits = _correlated(weights, flags, passage, context[-1], states, logits)
-    elif flags.selector:
-        logits = _selected(weights, flags.selector["selector_top_k"], before, states, logits)
+    if completed is not None:
+        logits = completed(weights, flags, passage, context[-1], states, logits)
     return weights.over_target(logits, len(passage.table))
 
 
@@ -381,77 +365,25 @@ class _Blocks(Layers):
         return torch.stack([torch.stack(terms).sum(0) for terms in reads])
 
 
-def _selected(weights: Weights, count: int, before: Tensor, states: Tensor, logits: Tensor) -> Tensor:
-    """Return the scores of DFlash2's candidates after the tokens `before` `[k]`, `[k, V]`; −inf for all other tokens.
-
-    `count`: the candidates of each draft, the highest of `logits` `[k, V]`.
-    """
-    at = "candidate_selector."
-    best, candidates = logits.topk(count)
+def _selected(
+    weights: Weights, flags: BlockFlags, passage: ProbeSequence, _: Tensor, states: Tensor, logits: Tensor
+) -> Tensor:
+    """Return the scores of DFlash2's candidates after the tokens before them, `[k, V]`; −inf for all other tokens."""
+    at, before = "candidate_selector.", passage.before
+    best, candidates = logits.topk(flags.own["selector_top_k"])
     context = weights(f"{at}predecessor_codebook")[before] * weights.linear(states, f"{at}hidden_projection")
     scores = torch.einsum("kr,kcr->kc", context, weights(f"{at}successor_codebook")[candidates])
     return torch.full_like(logits, -torch.inf).scatter(1, candidates, best + scores)
 
 
-def _correlated(
-    weights: Weights, flags: BlockFlags, passage: ProbeSequence, anchor: Tensor, states: Tensor, logits: Tensor
+def _corrected(
+    weights: Weights, flags: BlockFlags, passage: ProbeSequence, _: Tensor, states: Tensor, logits: Tensor
 ) -> Tensor:
-    """Return the scores of LiLiCorr's candidates after each draft of the passage, `[k, V]`; −inf for other tokens.
-
-    A token that is no candidate passes for the first one; no engine drafts any.
-
-    Args:
-        anchor: the fused hidden state before the root, `[H]`.
-        states: of the drafts, `[k, H]`.
-        logits: from which candidates are taken, `[k, V]`.
-    """
-    at, chosen = "lilicorr.", flags.selector
-    scale, eps, count = (chosen[f"lilicorr_{name}"] for name in ("logit_scale", "vector_eps", "candidate_topk"))
-    heads, drafts = chosen["lilicorr_num_heads"], len(states)
-
-    def perceptron(name: str, x: Tensor) -> Tensor:
-        return weights.linear(functional.silu(weights.linear(x, f"{at}{name}.up_proj")), f"{at}{name}.down_proj")
-
-    best, candidates = logits.log_softmax(-1).topk(count)
-    ranks = torch.arange(count).to(best)
-    features = [best, best.exp(), best - best[:, :1], (ranks / max(count - 1, 1)).expand_as(best)]
-    read = torch.stack([*features, (ranks == 0).to(best).expand_as(best)], -1)
-    weight, bias = (weights(f"{at}feature_norm.{name}") for name in ("weight", "bias"))
-    hidden = perceptron("feature_mlp", functional.layer_norm(read, weight.shape, weight, bias))
-    embedded = functional.embedding(candidates, passage.table.float())
-    own = f"{at}token_proj"
-    hidden = hidden + (weights.linear(embedded, own) if f"{own}.weight" in weights else embedded)
-    hidden = hidden + weights.linear(states, f"{at}pass_hidden_proj")[:, None]
-    hidden = hidden + weights(f"{at}slot_embedding")[0, 0, :drafts] + weights(f"{at}rank_embedding")[0, 0]
-    hidden, slots = hidden.flatten(0, 1), torch.arange(drafts).repeat_interleave(count).to(states.device)
-    apart = slots[:, None] - slots
-    added = weights(f"{at}relative_slot_bias")[:, apart + flags.slots - 1]
-    added = added + (apart == 0) * weights(f"{at}same_slot_bias")[:, None, None]
-    for index in range(chosen["lilicorr_num_layers"]):
-        layer = f"{at}layers.{index}."
-        x = weights.norm(hidden, f"{layer}attn_norm")
-        x = functional.linear(x, weights(f"{layer}attn.in_proj_weight"), weights(f"{layer}attn.in_proj_bias"))
-        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(0, 1) for y in x.chunk(3, -1))
-        mixed = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5 + added).softmax(-1) @ v
-        hidden = hidden + weights.linear(mixed.transpose(0, 1).flatten(1), f"{layer}attn.out_proj")
-        hidden = hidden + perceptron(f"{layer.removeprefix(at)}mlp", weights.norm(hidden, f"{layer}mlp_norm"))
-    hidden = weights.norm(hidden, f"{at}output_norm")
-    anchor = weights.norm(weights.linear(anchor, f"{at}context_proj"), f"{at}anchor_norm")
-    both = torch.cat([hidden, anchor.expand_as(hidden), hidden * anchor], -1)
-    factors = functional.silu(weights.linear(both, f"{at}factor_input_proj"))
-    first, out, entering = (
-        functional.normalize(weights.linear(x, f"{at}{name}_head"), dim=-1, eps=eps)
-        for name, x in (("anchor_out", anchor), ("out", factors), ("in", factors))
-    )
-    places = (candidates[:-1] == passage.drafts[:, None]).int().argmax(-1)  # of the drafts; 0 for any other token
-    before = torch.cat([first[None], out.view(drafts, count, -1)[:-1][torch.arange(drafts - 1), places]])
-    scores = scale * torch.einsum("kcf,kf->kc", entering.view(drafts, count, -1), before)
-    return torch.full_like(logits, -torch.inf).scatter(1, candidates, scores)
-
-
-def _bias(weights: Weights, kind: str, before: Tensor, states: Tensor) -> Tensor:
-    """Return the logits that a Markov head adds after the tokens `before` `[k]`, `[k, V']`."""
-    codes = functional.embedding(before, weights("markov_head.markov_w1.weight"))
+    """Return logits with what DSpark's Markov head adds after the tokens before, `[k, V']`."""
+    if not flags.own["markov_rank"]:
+        return logits
+    kind = flags.own["markov_head"]
+    codes = functional.embedding(passage.before, weights("markov_head.markov_w1.weight"))
     if kind == "gated":
         codes = torch.sigmoid(weights.linear(torch.cat([states, codes], -1), "markov_head.gate_proj")) * codes
     if kind == "rnn":
@@ -462,4 +394,16 @@ def _bias(weights: Weights, kind: str, before: Tensor, states: Tensor) -> Tensor
             memory = torch.sigmoid(gate) * memory + (1 - torch.sigmoid(gate)) * torch.tanh(fresh)
             readings.append(torch.tanh(out))
         codes = torch.stack(readings)
-    return weights.linear(codes, "markov_head.markov_w2")
+    return logits + weights.linear(codes, "markov_head.markov_w2")
+
+
+_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_DSPARK: dict[str, tuple[str, Any]] = {
+    "markov_rank": ("markov_rank", 0),
+    "markov_head": ("markov_head_type", "vanilla"),
+    "confidence": ("enable_confidence_head", False),
+    "confidence_reads_markov": ("confidence_head_with_markov", False),
+}
+DFLASH = BlockKind(DFlash, "DFlashDraftModel")
+DFLASH2 = BlockKind(DFlash2, "DFlash2DraftModel", {name: (name, None) for name in _SELECTOR}, _selected)
+DSPARK = BlockKind(DSpark, "DSparkDraftModel", _DSPARK, _corrected)

@@ -45,6 +45,11 @@ class ProbeSequence:
         """The tokens that heads read beside hidden states: each one's follower, then the drafts, `[T + k − 1]`."""
         return self.text[1:]
 
+    @property
+    def before(self) -> Tensor:
+        """The token before each draft, `[k]`: the root, then the drafts that are read."""
+        return torch.cat([self.tokens[-1:], self.drafts])
+
     @classmethod
     @torch.no_grad()
     def of(cls, target: Target, tokens: list[int], drafts: list[int]) -> ProbeSequence:

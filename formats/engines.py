@@ -17,7 +17,7 @@ from ..common.errors import did_you_mean
 from ..common.plugins import plugins
 from ..heads import DrafterConfig, head_class
 from .base_layout import ExportLayout
-from .blocks import SpeculatorsBlocks
+from .blocks import DFLASH, DFLASH2, DSPARK, SpeculatorsBlocks
 from .draft_models import FILE as GGUF_FILE
 from .draft_models import Gguf, Plain
 from .eagle import EagleLayout, Sglang
@@ -35,16 +35,15 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
         "medusa": MedusaVllm(),
         "draft_model": Plain(),
         "mtp": NativeMtp(),
-        "dflash": SpeculatorsBlocks("dflash", vllm=True),
-        "dflash2": SpeculatorsBlocks("dflash2", vllm=True),
-        "dspark": SpeculatorsBlocks("dspark", vllm=True),
-        "lilicorr": ZLab("lilicorr"),
+        "dflash": SpeculatorsBlocks(DFLASH, vllm=True),
+        "dflash2": SpeculatorsBlocks(DFLASH2, vllm=True),
+        "dspark": SpeculatorsBlocks(DSPARK, vllm=True),
     },
     "speculators": {
         "eagle3": Speculators(),
-        "dflash": SpeculatorsBlocks("dflash"),
-        "dflash2": SpeculatorsBlocks("dflash2"),
-        "dspark": SpeculatorsBlocks("dspark"),
+        "dflash": SpeculatorsBlocks(DFLASH),
+        "dflash2": SpeculatorsBlocks(DFLASH2),
+        "dspark": SpeculatorsBlocks(DSPARK),
         "peagle": SpeculatorsPEagle(),
     },
     "sglang": {
@@ -52,21 +51,22 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
         "eagle1": EagleLayout("sglang"),
         "draft_model": Plain(),
         "mtp": NativeMtp(),
-        "dflash": ZLab("dflash"),
-        "dflash2": ZLab("dflash2"),
+        "dflash": ZLab(DFLASH),
+        "dflash2": ZLab(DFLASH2),
         "dspark": DeepSpec(),
-        "lilicorr": ZLab("lilicorr", numbered=True),
     },
-    "z-lab": {"dflash": ZLab("dflash"), "dflash2": ZLab("dflash2")},
+    "z-lab": {"dflash": ZLab(DFLASH), "dflash2": ZLab(DFLASH2)},
     "deepspec": {"dspark": DeepSpec()},
     "hf": {"draft_model": Plain(), "self_speculative": EarlyExit()},
     "medusa": {"medusa": MedusaRepository()},
     "eagle": {"eagle1": EagleLayout("eagle")},
     "gguf": {"draft_model": Gguf()},
 }
+_plugged: list[ExportLayout] = []
 for _layouts in plugins("layouts").values():
     for _to, _by_drafter in _layouts.items():
         LAYOUTS.setdefault(_to, {}).update(_by_drafter)
+        _plugged += _by_drafter.values()
 _OTHER_NAMES = {"llama.cpp": "gguf"}  # the engine's, and that of its format
 
 
@@ -74,18 +74,18 @@ _OTHER_NAMES = {"llama.cpp": "gguf"}  # the engine's, and that of its format
 KNOWN: tuple[ExportLayout, ...] = (
     Speculators(),
     SpeculatorsPEagle(),
-    SpeculatorsBlocks("dflash"),
-    SpeculatorsBlocks("dflash2"),
-    SpeculatorsBlocks("dspark"),
-    ZLab("dflash"),
-    ZLab("dflash2"),
-    ZLab("lilicorr"),
+    SpeculatorsBlocks(DFLASH),
+    SpeculatorsBlocks(DFLASH2),
+    SpeculatorsBlocks(DSPARK),
+    ZLab(DFLASH),
+    ZLab(DFLASH2),
     DeepSpec(),
     Sglang(),
     MedusaRepository(),
     MedusaVllm(),
     EagleLayout("eagle"),
     NativeMtp(),
+    *_plugged,
     Plain(),
 )
 
@@ -182,6 +182,8 @@ def launch(
     Raises IncompatibleError where the engine has no synthetic mode.
     """
     to = _OTHER_NAMES.get(to, to)
+    if layout := LAYOUTS.get(to, {}).get(drafter):
+        drafter = layout.served_as or drafter
     if rates and to not in ("vllm", "gguf"):
         raise IncompatibleError(f"{to} cannot be told how many drafts to keep; vllm and llama.cpp can.")
     if to == "vllm":
@@ -204,11 +206,8 @@ _SGLANG_ALGORITHMS = {
     "draft_model": "STANDALONE",
     "mtp": "NEXTN",
     "dflash": "DFLASH",
-    "dflash2": "DFLASH",
     "dspark": "DSPARK",
-    "lilicorr": "DFLASH",
 }
-
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows
 
@@ -221,7 +220,7 @@ def lora_words(adapter: Mapping[str, Any]) -> list[str]:
 
 
 def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str, rates: Sequence[float]) -> EngineLaunch:
-    method = {"eagle1": "eagle", "dflash2": "dflash", "lilicorr": "dflash"}.get(drafter, drafter)
+    method = "eagle" if drafter == "eagle1" else drafter
     settings: dict[str, Any] = {"method": method, "model": folder, "num_speculative_tokens": depth}
     if drafter == "mtp":  # the drafter is a part of the target's checkpoint
         target = str(settings.pop("model"))
@@ -242,7 +241,7 @@ def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> E
         "speculative-eagle-topk": 1,
         "speculative-num-draft-tokens": depth + 1,
     }
-    if drafter in ("dflash", "dflash2", "dspark", "lilicorr"):  # one pass, one token at each place
+    if drafter in ("dflash", "dspark"):  # one pass, one token at each place
         del settings["speculative-num-steps"], settings["speculative-eagle-topk"]
     if drafter == "mtp":
         target = str(settings.pop("speculative-draft-model-path"))

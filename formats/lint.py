@@ -1,7 +1,7 @@
 """Lint: what is wrong or unusual in a drafter's files, and what an engine would do with it. Nothing is run.
 
 Each check takes a checkpoint and yields its findings. First come the checks of every layout, then those of EAGLE-3,
-then those of block drafters (DFlash, DFlash2, DSpark, LiLiCorr).
+then those of block drafters (DFlash, DFlash2, DSpark).
 
 Shapes: H hidden size, V target vocabulary, V' the draft vocabulary.
 """
@@ -20,7 +20,6 @@ from ..common import BadInputError, IncompatibleError, OutriderError
 from ..heads.block.dflash import default_taps
 from ..targets.model_folder import PICKLES
 from .base_layout import DrafterFiles, ExportLayout, other_types
-from .blocks import CLASSES as BLOCKS
 from .blocks import TAPS as BLOCK_TAPS
 from .blocks import BlockLayout
 from .eagle import as_speculators
@@ -254,7 +253,7 @@ def embeddings(view: CheckpointView) -> Findings:
 
 
 def _is_block(view: CheckpointView) -> bool:
-    return view.layout.drafter in BLOCKS
+    return isinstance(view.layout, BlockLayout)
 
 
 def _is_speculators(view: CheckpointView) -> bool:
@@ -483,7 +482,8 @@ def _speculators_slots(view: CheckpointView) -> Findings:
 
 def block_architecture(view: CheckpointView) -> Findings:
     """Find architectures under which an engine would take the drafter for another one."""
-    names, own = list(view.config.get("architectures") or []), BLOCKS[view.layout.drafter][2]
+    assert isinstance(view.layout, BlockLayout)
+    names, own = list(view.config.get("architectures") or []), view.layout.kind.architecture
     projector = _part(view, "dflash_config").get("projector_type", view.config.get("projector_type"))
     if projector not in (None, view.layout.drafter):
         engine = "SGLang drops such heads without a word and reads the first slot as the root; TensorRT-LLM reads them."
@@ -523,11 +523,13 @@ _BLOCKS: tuple[Check, ...] = (taps, target_layers, mask_token, block_slots, bloc
 CHECKS = {
     "eagle3": _EAGLE3,
     "peagle": (*_EAGLE3, mask_token),
-    "dflash": _BLOCKS,
-    "dflash2": _BLOCKS,
     "dspark": (*_BLOCKS, dspark_heads),
-    "lilicorr": _BLOCKS,
 }
+
+
+def _checks_of(layout: ExportLayout) -> tuple[Check, ...]:
+    """Return the checks of drafters in this layout."""
+    return EVERY + CHECKS.get(layout.drafter, _BLOCKS if isinstance(layout, BlockLayout) else ())
 
 
 # What may be meant by who trained a head: it lies in the values of weights, or is only unusual.
@@ -537,7 +539,7 @@ _MEANT = ("not-finite", "zeros", "initial", "taps-off-by-one", "d2t-ids")
 def faults_of_writing(files: DrafterFiles, layout: ExportLayout) -> list[LintFinding]:
     """Return the faults in files that a layout of ours wrote, whatever drafter it was given."""
     view = CheckpointView(files, layout, record={})
-    findings = [finding for check in EVERY + CHECKS.get(layout.drafter, ()) for finding in check(view)]
+    findings = [finding for check in _checks_of(layout) for finding in check(view)]
     return [finding for finding in findings if finding.is_fault and finding.check not in _MEANT]
 
 
@@ -554,6 +556,5 @@ def lint(folder: str | Path, target: str | None = None) -> list[LintFinding]:
     layout = recognised(folder)
     with nonsense_explained(folder):
         view = CheckpointView.at(folder, layout, target)
-        checks = EVERY + CHECKS.get(layout.drafter, ())
-        findings = [*pickles(folder), *(finding for check in checks for finding in check(view))]
+        findings = [*pickles(folder), *(finding for check in _checks_of(layout) for finding in check(view))]
     return sorted(findings, key=lambda finding: not finding.is_fault)

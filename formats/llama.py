@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def llama_config(config: LayerConfig, window: int = 0) -> dict[str, Any]:
     }
 
 
-def require_fields(config: dict[str, Any], names: Sequence[str], where: str) -> None:
+def require_fields(config: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     """Refuse a config.json without one of these fields."""
     for name in names:
         if config.get(name) is None:

@@ -1,5 +1,4 @@
-"""Block drafters as their own repositories keep them: DFlash and DFlash2 of z-lab, LiLiCorr of NVIDIA, DSpark of
-DeepSpec.
+"""Block drafters as their own repositories keep them: DFlash and DFlash2 of z-lab, DSpark of DeepSpec.
 
 All are a flat Qwen3 config with a few more fields, and tensors under our names. Taps are counted as outputs of layers:
 layer i's output is HF `hidden_states[i + 1]`, and −1 stands for the embeddings. SGLang reads them; it drops tensors
@@ -10,30 +9,28 @@ Shapes: V target vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..common import IncompatibleError
-from ..heads import DFlash, DFlashConfig, DSpark, DSparkConfig, LiLiCorrConfig
+from ..heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from ..targets import Target
 from .base_layout import DrafterFiles, Unsupported, pruned_lacking, with_prefix
 from .blocks import (
-    CLASSES,
     DRAFTS_FROM_ANCHOR,
+    DSPARK,
     NO_MARKOV_HEAD,
     OUTPUT,
     B,
     BlockFlags,
     BlockLayout,
     C,
-    head_fields,
     layer_config,
     own_tensors,
     require_servable,
-    selector_fields,
 )
 from .engine_logits import ProbeSequence, embedding_table, output_table
 from .llama import EMBEDDINGS, require_fields
@@ -42,19 +39,12 @@ from .speculators import tapped_embeddings, taps_lacking
 TAPS = "target_layer_ids"
 # Names that SGLang reads, too, and the usual ones.
 _ALSO = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-# Parts of LiLiCorr's feed-forwards where they are numbered, and their names.
-_NUMBERED = {
-    ".feature_mlp.0.": ".feature_norm.",
-    ".feature_mlp.1.": ".feature_mlp.up_proj.",
-    ".feature_mlp.3.": ".feature_mlp.down_proj.",
-    ".mlp.0.": ".mlp.up_proj.",
-    ".mlp.2.": ".mlp.down_proj.",
-}
-_SERVED_CANDIDATES = (1, 2, 4, 8, 16)
 
 
 class RawBlocks(BlockLayout[B, C]):
     """A block drafter under a flat config.json, whose taps are outputs of layers."""
+
+    windows: ClassVar[str] = "sliding_window: 0, or speculators"  # the nearest that can be served of them
 
     def layer(self, config: dict[str, Any]) -> dict[str, Any]:
         return dict(config)
@@ -80,26 +70,14 @@ class RawBlocks(BlockLayout[B, C]):
         lacks = taps_lacking(config.taps, num_layers)
         if config.sliding_window:
             why = "this layout does not define how a window is counted"
-            nearest = f"sliding_window: 0{'' if self.drafter == 'lilicorr' else ', or speculators'}"
-            lacks.append(Unsupported(f"sliding_window: {config.sliding_window}", why, nearest))
+            lacks.append(Unsupported(f"sliding_window: {config.sliding_window}", why, self.windows))
         return lacks + pruned_lacking(config, "it drafts with the target's own output embedding")
 
 
 class ZLab(RawBlocks[DFlash, DFlashConfig]):
-    """Drafters as z-lab publishes them, dflash or dflash2; or a lilicorr drafter, as NVIDIA exports it.
-
-    Args:
-        drafter: its type.
-        numbered: LiLiCorr's feed-forwards are numbered, as NVIDIA's and SGLang's are. vLLM's have names, as ours.
-    """
+    """Drafters as z-lab publishes them, DFlash or DFlash2."""
 
     name = "z-lab"
-
-    def __init__(self, drafter: str, numbered: bool = False):
-        self.drafter, self.numbered = drafter, numbered
-
-    def plain_name(self, name: str) -> str:
-        return _of_lilicorr(super().plain_name(name), _NUMBERED)
 
     def lacks(self, config: DFlashConfig, num_layers: int) -> list[Unsupported]:
         lacks = super().lacks(config, num_layers)
@@ -107,16 +85,12 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
             lacks.append(tapped_embeddings(config.taps))
         if config.from_anchor:
             lacks.append(DRAFTS_FROM_ANCHOR)
-        if isinstance(config, LiLiCorrConfig) and (count := config.lilicorr_candidate_topk) not in _SERVED_CANDIDATES:
-            nearest = max(n for n in _SERVED_CANDIDATES if n <= count)
-            setting = f"lilicorr_candidate_topk: {count}"
-            lacks.append(Unsupported(setting, "engines serve 1, 2, 4, 8 or 16", f"lilicorr_candidate_topk: {nearest}"))
         return lacks
 
     def write(self, drafter: DFlash, target: Target, depth: int) -> DrafterFiles:
-        require_servable(drafter, target, depth)
+        require_servable(drafter, target, depth, self.kind)
         config = drafter.config
-        values = _flat(drafter, target, CLASSES[self.drafter][2]) | {
+        values = _flat(drafter, target, self.kind.architecture) | {
             # Engines guess a missing one from the kind of the layers, each in its own way. SGLang reads `is_causal`
             # beside the layers' sizes, vLLM `causal` within.
             "is_causal": config.causal,
@@ -124,17 +98,13 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
                 "mask_token_id": config.mask_token_id,
                 TAPS: [tap - 1 for tap in config.taps],
                 "causal": config.causal,
-                **head_fields(config),
+                **self.kind.written(config),
             },
         }
-        tensors = own_tensors(drafter)
-        if self.numbered:
-            numbers = {name: number for number, name in _NUMBERED.items()}
-            tensors = {_of_lilicorr(name, numbers): tensor for name, tensor in tensors.items()}
-        return DrafterFiles(values, tensors)
+        return DrafterFiles(values, own_tensors(drafter))
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
-        return CLASSES[self.drafter][2] in _architectures(config)
+        return self.kind.architecture in _architectures(config)
 
     def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
         own = dict(config.get("dflash_config") or {})
@@ -152,7 +122,7 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
             slots=int(slots),
             from_anchor=bool(own.get("shift_label", False)),
             causal=bool(own.get("causal", own.get("is_causal", config.get("is_causal", False)))),
-            selector=selector_fields(self.drafter, own, where),
+            own=self.kind.settings(own, where),
         )
 
 
@@ -160,8 +130,10 @@ class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
     """DSpark drafters as DeepSpec keeps them: the target's embeddings and output embedding are copied beside."""
 
     name = "deepspec"
-    drafter = "dspark"
     optional = beside = (EMBEDDINGS, OUTPUT)
+
+    def __init__(self) -> None:
+        super().__init__(DSPARK)
 
     def lacks(self, config: DSparkConfig, num_layers: int) -> list[Unsupported]:
         lacks = super().lacks(config, num_layers)
@@ -174,13 +146,13 @@ class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
         return lacks
 
     def write(self, drafter: DSpark, target: Target, depth: int) -> DrafterFiles:
-        require_servable(drafter, target, depth)
+        require_servable(drafter, target, depth, self.kind)
         config = drafter.config
         values = _flat(drafter, target, "Qwen3DSparkModel") | {
             TAPS: [tap - 1 for tap in config.taps],
             "mask_token_id": config.mask_token_id,
             "num_anchors": config.num_anchors,
-            **head_fields(config),
+            **self.kind.written(config),
         }
         copies = {EMBEDDINGS: embedding_table(target), OUTPUT: output_table(target)}
         return DrafterFiles(values, own_tensors(drafter) | copies)
@@ -197,15 +169,8 @@ class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
             slots=int(config["block_size"]),
             from_anchor=True,
             causal=False,
-            markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
+            own=self.kind.settings(config, where),
         )
-
-
-def _of_lilicorr(name: str, parts: Mapping[str, str]) -> str:
-    """Return the name of a tensor with `parts` renamed, if it is LiLiCorr's own."""
-    for old, new in parts.items() if name.startswith("lilicorr.") else ():
-        name = name.replace(old, new)
-    return name
 
 
 def _architectures(config: dict[str, Any]) -> set[str]:

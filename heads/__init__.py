@@ -6,7 +6,6 @@ from .base import Drafter, DrafterLoss, TargetBatch
 from .block.dflash import DFlash, DFlashConfig
 from .block.dflash2 import DFlash2, DFlash2Config
 from .block.dspark import DSpark, DSparkConfig
-from .block.lilicorr import LiLiCorr, LiLiCorrConfig
 from .draft_model import DraftModel, DraftModelConfig
 from .eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from .lookup.fusion import Fusion, FusionConfig, fuse
@@ -14,7 +13,7 @@ from .lookup.ngram import Ngram, NgramConfig
 from .lookup.suffix import Suffix, SuffixConfig
 from .losses import ReachedPositions
 from .low_rank import LowRank, LowRankConfig
-from .medusa import Hydra, HydraConfig, Medusa, MedusaConfig
+from .medusa import Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
 from .parallel.pard import Pard, PardConfig
 from .parallel.peagle import PEagle, PEagleConfig
@@ -31,8 +30,6 @@ HEADS.kernel |= {
     "eagle1": Eagle1,
     "eagle3": Eagle3,
     "fusion": Fusion,
-    "hydra": Hydra,
-    "lilicorr": LiLiCorr,
     "medusa": Medusa,
     "mtp": Mtp,
     "ngram": Ngram,
@@ -49,8 +46,8 @@ __all__ += ["Abilities", "ChainSession", "Choose", "Ended", "NoDraftSession", "N
 __all__ += ["TextSession"]
 __all__ += ["Fusion", "Ngram", "SelfSpeculative", "Suffix", "fuse"]
 __all__ += ["FusionConfig", "NgramConfig", "SelfSpeculativeConfig", "SuffixConfig"]
-__all__ += ["DFlash", "DFlash2", "DSpark", "DraftModel", "Eagle1", "Eagle3", "Hydra", "LiLiCorr", "LowRank"]
+__all__ += ["DFlash", "DFlash2", "DSpark", "DraftModel", "Eagle1", "Eagle3", "LowRank"]
 __all__ += ["Medusa", "Mtp", "PEagle", "Pard"]
 __all__ += ["DFlash2Config", "DFlashConfig", "DSparkConfig", "DraftModelConfig", "Eagle1Config", "Eagle3Config"]
-__all__ += ["HydraConfig", "LiLiCorrConfig", "LowRankConfig", "MedusaConfig", "MtpConfig", "PEagleConfig"]
+__all__ += ["LowRankConfig", "MedusaConfig", "MtpConfig", "PEagleConfig"]
 __all__ += ["PardConfig"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..formats.base_layout import ExportLayout
+from .lilicorr_layouts import LAYOUTS as LILICORR
 from .peft_lora import PeftLora
 
-LAYOUTS: dict[str, dict[str, ExportLayout]] = {"peft": {"uno": PeftLora()}}
+LAYOUTS: dict[str, dict[str, ExportLayout]] = {**LILICORR, "peft": {"uno": PeftLora()}}

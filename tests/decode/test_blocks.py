@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +28,11 @@ from outrider.decode.drafting import (
 from outrider.decode.rule_table import RULES
 from outrider.decode.rules import block, rejection
 from outrider.decode.sampling import Keys
-from outrider.heads import DFlash, DFlash2, DFlash2Config, DFlashConfig, DSpark, DSparkConfig, LiLiCorr, LiLiCorrConfig
+from outrider.heads import HEADS, DFlash, DFlash2, DFlash2Config, DFlashConfig, DSpark, DSparkConfig
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions, tolerance
+from ..conftest import installed
 from .conftest import random_prompts
 from .test_drafting import paths_of
 from .test_rules import EXACT, Rule, Trees, bias, cut_to, enumerate_round, on_chain, paths, places_of, source
@@ -110,9 +112,10 @@ def selecting_session(target: Target, top_k: int):
 def correlating_session(target: Target, top_k: int):
     """A transformer of random weights over the marginals' candidates."""
     sizes = {"candidate_topk": top_k, "num_heads": 2, "logit_scale": 2.0}
-    config = LiLiCorrConfig(num_layers=1, block_size=4, mask_token_id=1, taps=(1,))
+    head: Any = HEADS["lilicorr"]
+    settings = {f"lilicorr_{name}": size for name, size in sizes.items()}
     torch.manual_seed(5)
-    drafter = LiLiCorr.build(replace(config, **{f"lilicorr_{name}": size for name, size in sizes.items()}), target)
+    drafter = head.build(head.config_class(num_layers=1, block_size=4, mask_token_id=1, taps=(1,), **settings), target)
     for weight in drafter.lilicorr.parameters():
         torch.nn.init.normal_(weight)
     session = drafter.open(target, 1, 40)
@@ -121,7 +124,7 @@ def correlating_session(target: Target, top_k: int):
     return session
 
 
-CHOOSING = {"selector": selecting_session, "transformer": correlating_session}
+CHOOSING = installed({"dflash2": selecting_session, "lilicorr": correlating_session})
 
 
 def drafted(session, depth: int = 3) -> Trees:

@@ -23,7 +23,6 @@ NAN, INF = float("nan"), float("inf")
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": {"type": "eagle3", "steps": 2, "draft_vocab_size": 32},
     "medusa": {"type": "medusa", "num_heads": 3},
-    "hydra": {"type": "hydra", "num_heads": 3},
     "draft_model": {"type": "draft_model", "model": {"num_hidden_layers": 1}},
 }
 SHAPES = {

@@ -32,7 +32,7 @@ def make(name: str, target: Target) -> Drafter | None:
     torch.manual_seed(1)
     if name == "eagle3":
         return Eagle3.build(Eagle3Config(taps=(0, 1, 2), norm_taps=True), target).to(target.dtype)
-    if name in ("medusa", "hydra"):
+    if name == "medusa":
         head, config = drafter_config({"type": name})
         return head.build(config, target)
     model = DraftModel(llama(1, 32, target.vocab_size, target.dtype))
@@ -84,7 +84,7 @@ RUNS: list[tuple[str, str, Plan, Sampling]] = [
     ("eagle3", "logits", TREE, Sampling()),
     ("medusa", "prompts", Plan(3), Sampling()),
     ("medusa", "logits", Plan(3), Sampling()),
-    ("hydra", "texts", Plan(3), Sampling()),
+    ("medusa", "texts", Plan(3), Sampling()),
 ]
 
 

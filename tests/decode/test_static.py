@@ -253,7 +253,8 @@ def test_texts_longer_than_a_window(target):
 
 TREES_TOO = ("chain", "static tree", "dynamic tree")
 ON_META = [(name, *case) for name in ("draft_model", "eagle3") for case in CASES]
-ON_META += [(name, plan, "sampled") for name in ("medusa", "hydra") for plan in (*TREES_TOO, "coupled")]
+HEADS_ALONE = installed({"medusa": 1, "hydra": 1})
+ON_META += [(name, plan, "sampled") for name in HEADS_ALONE for plan in (*TREES_TOO, "coupled")]
 ON_META += [(name, plan, "greedy") for name in installed({"self_speculative": 1, "uno": 1}) for plan in TREES_TOO]
 
 

@@ -39,7 +39,7 @@ def found_in(folder: Path, target: Target) -> set[str]:
 
 
 WRITTEN = [("speculators", "dflash"), ("speculators", "dspark"), ("z-lab", "dflash"), ("deepspec", "dspark")]
-WRITTEN += [("speculators", "dflash2"), ("z-lab", "dflash2"), ("vllm", "lilicorr"), ("sglang", "lilicorr")]
+WRITTEN += [("speculators", "dflash2"), ("z-lab", "dflash2")]
 
 
 @pytest.mark.parametrize(("to", "kind"), WRITTEN)
@@ -71,7 +71,6 @@ def silent_windows(config: Config) -> None:
 
 OURS, THEIRS, OWN = "aux_hidden_state_layer_ids", "target_layer_ids", "dflash_config"
 LAYER = "transformer_layer_config"
-CONVOLUTIONS = "conv_kernel_size", "conv_group_size"
 MIXED = ["sliding_attention", "full_attention"]
 FAULTS: list[tuple[str, str, str, Callable[[Config], Any], str]] = [
     ("taps as outputs of layers", "speculators", "dflash", shifted(OURS, -1), "taps-off-by-one"),
@@ -99,8 +98,6 @@ FAULTS: list[tuple[str, str, str, Callable[[Config], Any], str]] = [
     ("layout of DFlash2", "speculators", "dflash2", put(sample_from_anchor=True), "layout"),
     ("causal missing in DFlash2", "z-lab", "dflash2", lambda c: c[OWN].pop("causal"), "causal-missing"),
     ("DFlash2's class in DFlash", "speculators", "dflash", put(architectures=["DFlash2DraftModel"]), "architecture"),
-    ("causal missing in LiLiCorr", "vllm", "lilicorr", lambda c: c[OWN].pop("causal"), "causal-missing"),
-    ("a scale missing in LiLiCorr", "vllm", "lilicorr", lambda c: c[OWN].pop("lilicorr_logit_scale"), "config"),
     ("DSpark as DFlash", "z-lab", "dflash", put(OWN, projector_type="dspark"), "projector"),
     ("vLLM's other class", "deepspec", "dspark", put(architectures=["DSparkDraftModel"]), "architecture"),
     ("the config's class", "speculators", "dspark", put(architectures=["DSparkSpeculator"]), "architecture"),
@@ -136,24 +133,6 @@ def test_other_names_of_the_same_tensors_are_read(deep, make_drafter, tmp_path):
     assert all(torch.equal(t, back.state_dict()[n]) for n, t in drafter.state_dict().items())
 
 
-def test_nvidias_files_of_lilicorr_are_read(deep, make_drafter, tmp_path):
-    """Feed-forwards are numbered, as for SGLang; the projector is named; nothing is said of convolutions."""
-    drafter, folder = make_drafter("lilicorr", on=deep, taps=[2, 4, 6], mask_token_id=63), tmp_path / "out"
-    export_drafter(drafter, deep, "sglang", folder, 3)
-    names = load_file(folder / "model.safetensors").keys()
-    numbered = {"feature_mlp.0.bias", "feature_mlp.1.weight", "feature_mlp.3.bias", "layers.0.mlp.0.weight"}
-    assert {f"lilicorr.{name}" for name in (*numbered, "layers.1.mlp.2.bias")} <= names
-    assert "layers.1.mlp.up_proj.weight" in names
-    for change in (put(OWN, projector_type="lilicorr"), *(lambda c, n=n: c[OWN].pop(n) for n in CONVOLUTIONS)):
-        edit_config(change)(folder)
-    back = import_drafter(folder, deep)
-    assert all(torch.equal(t, back.state_dict()[n]) for n, t in drafter.state_dict().items())
-    assert "projector" not in found_in(folder, deep)
-    edit_config(lambda c: c[OWN].pop("lilicorr_logit_scale"))(folder)
-    with pytest.raises(OutriderError, match="lilicorr_logit_scale is missing"):
-        import_drafter(folder, deep)
-
-
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
@@ -174,7 +153,7 @@ def test_what_would_have_to_be_guessed_is_refused(deep, export, plant, said):
 
 
 AUX = "eagle_aux_hidden_state_layer_ids"
-LAST = [("z-lab", "dflash", THEIRS, 7), ("z-lab", "dflash2", THEIRS, 7), ("vllm", "lilicorr", THEIRS, 7)]
+LAST = [("z-lab", "dflash", THEIRS, 7), ("z-lab", "dflash2", THEIRS, 7)]
 LAST += [("deepspec", "dspark", THEIRS, 7), ("sglang", "eagle3", AUX, 7), ("speculators", "eagle3", AUX, 8)]
 LAST += [("speculators", kind, OURS, 8) for kind in ("dflash", "dflash2", "dspark")] + [
     ("speculators", "peagle", AUX, 8)

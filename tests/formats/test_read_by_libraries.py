@@ -22,7 +22,6 @@ from outrider.targets import RowLengths, Target
 from outrider.targets.gguf_models import read_gguf
 
 from ..closeness import WHOLE_PASS, assert_same
-from ..conftest import place_of
 
 STEPS, LENGTH = 3, 16
 SPECULATORS = os.environ.get("OUTRIDER_SPECULATORS_PYTHON")
@@ -191,30 +190,3 @@ def test_speculators_chooses_our_candidates_of_an_exported_dflash2(target, make_
             ids, scores = (theirs[name][block * slots + slot] for name in ("candidates", "scores"))
             assert sorted(ids.tolist()) == ours[0].isfinite().nonzero()[:, 0].tolist()
             assert_same(ours[0, ids], scores)
-
-
-@pytest.mark.served
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"lilicorr_hidden_size": 0, "lilicorr_candidate_topk": 16, "lilicorr_factor_dim": 5}, {"block_size": 8}],
-    ids=str,
-)
-@torch.no_grad()
-def test_vllm_scores_the_candidates_of_an_exported_lilicorr_as_we_do(target, make_drafter, tmp_path, settings):
-    """Its own head, loaded from the files: the same candidates, and the same scores of all pairs; fp32."""
-    python = place_of("OUTRIDER_VLLM_PYTHON", "the environment of a vLLM")
-    drafter = make_drafter("lilicorr", **settings)
-    folder = export_drafter(drafter, target, "vllm", tmp_path / "vllm", drafter.max_depth).folder
-    drawn = torch.Generator().manual_seed(1)
-    states = torch.randn(3, drafter.max_depth, target.hidden_size, generator=drawn)
-    anchors = torch.randn(3, target.hidden_size, generator=drawn)
-    tables = target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight
-    given = dict(zip(("embedding", "output"), tables, strict=True)) | {"states": states, "anchors": anchors}
-    save_file({name: tensor.contiguous() for name, tensor in given.items()}, tmp_path / "inputs")
-    script = Path(__file__).with_name("read_by_vllm.py")
-    subprocess.run([python, script, folder, tmp_path / "inputs", tmp_path / "out"], check=True, cwd=tmp_path)
-    theirs = load_file(tmp_path / "out")
-    candidates, scores = drafter.lattice(target, states, target.lm_head(states), anchors)
-    assert torch.equal(candidates, theirs["candidates"])
-    assert scores.std() > 0.1
-    assert_same(scores, theirs["scores"])

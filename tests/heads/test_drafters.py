@@ -491,11 +491,9 @@ def test_a_config_that_is_none_is_refused(tmp_path, text, message):
         ("eagle3", {"vocab": 32}, "vocabulary of 64, the target's is 32"),
         ("eagle3", {"hidden": 64}, "hidden size of 32, the target's is 64"),
         ("medusa", {"vocab": 32}, "vocabulary of 64, the target's is 32"),
-        ("hydra", {"hidden": 64}, "hidden size of 32, the target's is 64"),
         ("self_speculative", {"hidden": 64}, "hidden size of 32, the target's is 64"),
         ("self_speculative", {"layers": 8}, "number of layers of 6, the target's is 8"),
         ("medusa", {"layers": 8}, "number of layers of 6, the target's is 8"),
-        ("hydra pruned", {"layers": 4}, r"hidden_states\[6\], but this target has 4 layers"),
         ("eagle3 pruned", {"layers": 4}, r"hidden_states\[6\], but this target has 4 layers \(valid taps: 0 to 4\)"),
     ],
 )

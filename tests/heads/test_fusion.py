@@ -35,7 +35,7 @@ from .test_drafters import MAKERS
 REPEATED, FRESH = [1, 2, 3, 4] * 3, list(range(20, 32))
 
 
-@pytest.fixture(params=["draft_model", "eagle3", "eagle3 pruned", "hydra"])
+@pytest.fixture(params=installed(dict.fromkeys(("draft_model", "eagle3", "eagle3 pruned", "hydra"))))
 def model(request, target, tiny_llama) -> Drafter:
     torch.manual_seed(3)
     return MAKERS[request.param](target, tiny_llama)

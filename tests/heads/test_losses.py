@@ -13,7 +13,7 @@ from scipy.special import huber
 from torch import Tensor
 
 from outrider.common import BadInputError
-from outrider.heads import liger_kernels, losses
+from outrider.heads import liger_kernels
 from outrider.heads.divergences import (
     DIVERGENCES,
     HARD,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -10,22 +11,24 @@ from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
-from outrider.heads import Hydra, Medusa, MedusaConfig
+from outrider.heads import HEADS, Medusa, MedusaConfig
 from outrider.heads.losses import divergence
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions
+from ..conftest import installed
 from .conftest import VOCAB, batch, check_metrics, made, opened, sequences
 
 LAYERS = 4  # of the target
-KINDS: dict[str, type[Medusa]] = {"medusa": Medusa, "hydra": Hydra}
+KINDS: dict[str, Any] = {name: HEADS[name] for name in installed({"medusa": None, "hydra": None})}
 VARIANTS = {
     "own outputs": {},
     "shared output": {"share_lm_head": True},
     "pruned": {"draft_vocab_size": 20, "num_layers": 2, "num_heads": 3},
 }
 CASES = list(product(KINDS, VARIANTS))
-HYDRAS = [*((kind, variant, {}) for kind, variant in CASES), ("hydra", "own outputs", {"norm_embeddings": True})]
+MORE = [(kind, "own outputs", {"norm_embeddings": True}) for kind in KINDS if kind == "hydra"]
+HYDRAS = [*((kind, variant, {}) for kind, variant in CASES), *MORE]
 
 
 def build(target: Target, kind: str, new: bool = False, **changes) -> Medusa:
@@ -72,8 +75,8 @@ def test_shared_outputs_are_the_targets_and_are_neither_trained_nor_saved(target
 def by_definition(drafter: Medusa, target: Target, tokens: Tensor, row: int, t: int, k: int) -> Tensor:
     """Return `W2 (x + SiLU(W1 x…))` of head k (from 1) on h_t, and for Hydra on the embeddings of x_{t+1} … x_{t+k}."""
     x = target.forward(tokens[row : row + 1]).last[0, t]
-    given = [target.embed(tokens[row, t + i]) for i in range(1, k + 1)] if isinstance(drafter, Hydra) else []
-    if isinstance(drafter, Hydra) and drafter.config.norm_embeddings:
+    given = [target.embed(tokens[row, t + i]) for i in range(1, k + 1)] if drafter.name == "hydra" else []
+    if getattr(drafter.config, "norm_embeddings", False):
         given = [e / (e.square().mean() + 1e-6).sqrt() for e in given]
     head = drafter.heads[k - 1]
     for number, block in enumerate([head.first, *head.others]):
@@ -103,7 +106,8 @@ def test_training_logits_are_the_decoders_and_the_papers(target, kind, variant, 
 
 def test_hydra_reads_the_root_and_the_drafts_and_medusa_does_not(target):
     text, other = sequences(1, 9)[0].tolist(), [*sequences(1, 9)[0].tolist()[:-1], 3]
-    for kind, differs in (("medusa", False), ("hydra", True)):
+    for kind in KINDS:
+        differs = kind == "hydra"
         drafter = build(target, kind)
         plain = drafted_logits(drafter, target, text, [5, 9, 2])
         cases = [(0, text, [6, 9, 2]), (1, text, [5, 8, 2]), (2, text, [5, 9, 1]), (-1, other, [5, 9, 2])]

@@ -40,7 +40,7 @@ PROMPT, RESPONSE, ROWS = 16, 80, 24
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": {"type": "eagle3", "steps": 3, "draft_vocab_size": 512},
     "medusa": {"type": "medusa", "num_heads": 3},
-    "hydra": {"type": "hydra", "num_heads": 2, "share_lm_head": True},
+    "medusa shared": {"type": "medusa", "num_heads": 2, "share_lm_head": True},
     "draft_model": {"type": "draft_model", "model": {"num_hidden_layers": 2}},
 }
 

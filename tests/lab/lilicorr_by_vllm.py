@@ -1,6 +1,6 @@
 """What vLLM's own LiLiCorr computes from an exported drafter, on a CPU. Run in an environment with vLLM:
 
-python read_by_vllm.py FOLDER INPUTS OUT
+python lilicorr_by_vllm.py FOLDER INPUTS OUT
 
 Inputs are the target's `embedding` and `output` tables, states of drafts and anchors. Out are the candidates of each
 draft, as vLLM's head of the vocabulary finds them, and their scores after each candidate of the draft before.

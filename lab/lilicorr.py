@@ -22,15 +22,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...common import BadInputError
-from ...targets import RowLengths, Target
-from ..decoder_layer import norm_of, normed
-from ..losses import TargetDistribution
-from ..session import required, take_positions
-from .block_layers import BlockLayer
-from .block_losses import FollowingLearning
-from .dflash import DFlash
-from .dflash2 import CandidateSession, ConvolvedBlockLayer, ConvolvedConfig
+from ..common import BadInputError
+from ..heads.block.block_layers import BlockLayer
+from ..heads.block.block_losses import FollowingLearning
+from ..heads.block.dflash import DFlash
+from ..heads.block.dflash2 import CandidateSession, ConvolvedBlockLayer, ConvolvedConfig
+from ..heads.decoder_layer import norm_of, normed
+from ..heads.losses import TargetDistribution
+from ..heads.session import required, take_positions
+from ..targets import RowLengths, Target
 
 FEATURES = 5  # of a candidate: see `Correlator.features`
 

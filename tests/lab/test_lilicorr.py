@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.heads import LiLiCorr, LiLiCorrConfig
 from outrider.heads.block.block_losses import decay_weights
-from outrider.heads.block.lilicorr import Correlator
 from outrider.heads.divergences import DIVERGENCES
+from outrider.lab.lilicorr import Correlator, LiLiCorr, LiLiCorrConfig
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions
-from .conftest import anchored, assert_rounds_have, batch, features, opened, sequences
-from .conftest import made as make
+from ..heads.conftest import anchored, assert_rounds_have, batch, features, opened, sequences
+from ..heads.conftest import made as make
 
 LENGTH = 22
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -60,6 +62,27 @@ class DrafterFiles:
             stored_tensors(file)  # refuses a damaged file
             tensors |= load_file(file)
         return cls(config, tensors, folder)
+
+
+RECORD = "written.json"  # beside an export: its config, and a digest of every tensor, so that any later change shows
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a SHA-256 of a tensor's shape, precision and bytes."""
+    head = f"{tuple(tensor.shape)} {tensor.dtype} ".encode()
+    held = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(head + held.numpy().tobytes()).hexdigest()
+
+
+def write_record(folder: Path, written: DrafterFiles, layout: str) -> None:
+    """Write the record of a checkpoint into `folder`."""
+    values = {
+        "schema_version": 1,
+        "layout": layout,
+        "config": written.config,
+        "tensors": {name: digest(tensor) for name, tensor in sorted(written.tensors.items())},
+    }
+    write_atomically(folder / RECORD, json.dumps(values, indent=1) + "\n")
 
 
 _MAPS = ("d2t", "t2d", "token_map")  # of a draft vocabulary; all other tensors of a head are weights
@@ -134,6 +157,8 @@ class ExportLayout(ABC, Generic[D, C]):
         optional: tensors that may be there or not.
         is_model: the files are a whole model, which its own library reads: `load` reads config.json alone.
         keeps_window: what reads them attends no further back than the drafter's sliding window.
+        counts_outputs: its taps are outputs of layers: output i is HF `hidden_states[i + 1]`.
+        first_tap: the lowest number of a tap.
         served_as: the type of drafters whose method engines name for it; "" for its own.
     """
 
@@ -142,6 +167,8 @@ class ExportLayout(ABC, Generic[D, C]):
     optional: ClassVar[tuple[str, ...]] = ()
     is_model: ClassVar[bool] = False
     keeps_window: bool = True
+    counts_outputs: ClassVar[bool] = False
+    first_tap: ClassVar[int] = 0
     served_as: str = ""
 
     def lacks(self, config: C, num_layers: int) -> list[Unsupported]:
@@ -178,6 +205,10 @@ class ExportLayout(ABC, Generic[D, C]):
         Raises BadInputError or IncompatibleError if config.json describes no drafter of this kind.
         """
         return {}
+
+    def listed_taps(self, config: dict[str, Any]) -> tuple[str, list[int] | None]:
+        """Return the field that lists the taps of a drafter's config.json, and what it holds; None for nothing."""
+        return "", None
 
     def plain_name(self, name: str) -> str:
         """Return the layout's own name of a tensor that other programs spell in another way."""

@@ -209,6 +209,9 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
             require_fields(files.config, ("sliding_window_non_causal",), str(files.config_file))  # readers differ
         return super().read(files, target)
 
+    def listed_taps(self, config: dict[str, Any]) -> tuple[str, list[int] | None]:
+        return TAPS, config.get(TAPS)
+
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return config.get("speculators_model_type") == self.drafter
 

@@ -124,6 +124,7 @@ class Sglang(ExportLayout[Eagle3, Eagle3Config]):
     drafter = "eagle3"
     optional = BESIDE
     keeps_window = False
+    counts_outputs = True
 
     def lacks(self, config: Eagle3Config, num_layers: int) -> list[Unsupported]:
         lacks = taps_lacking(config.taps, num_layers)
@@ -160,6 +161,9 @@ class Sglang(ExportLayout[Eagle3, Eagle3Config]):
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         tensors = {_here(name): tensor for name, tensor in files.tensors.items()}
         return eagle3_logits(tensors, files.config, sglang_flags(files.config, target.num_layers), passage)
+
+    def listed_taps(self, config: dict[str, Any]) -> tuple[str, list[int] | None]:
+        return TAPS, (config.get("eagle_config") or {}).get(TAPS)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         named = any("Eagle3" in name for name in config.get("architectures") or [])

@@ -11,10 +11,10 @@ from ..common.atomic import replacing_folder
 from ..common.places import require_new
 from ..heads import Drafter
 from ..targets import Target
+from .base_layout import write_record
 from .engine_logits import passage_of, require_same, session_logits
 from .engines import require_served
 from .lint import faults_of_writing
-from .lint_context import write_record
 
 _log = logging.getLogger(__name__)
 

@@ -9,31 +9,120 @@ Shapes: H hidden size, V target vocabulary, V' the draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from ..common import BadInputError, IncompatibleError, OutriderError
+from ..common.safe_load import read_json
 from ..heads.block.dflash import default_taps
+from ..targets.loading import target_path
 from ..targets.model_folder import PICKLES
-from .base_layout import DrafterFiles, ExportLayout, other_types
-from .blocks import TAPS as BLOCK_TAPS
+from ..targets.weights import WEIGHT_TYPES
+from .base_layout import RECORD, DrafterFiles, ExportLayout, digest, other_types
 from .blocks import BlockLayout
 from .eagle import as_speculators
 from .engine_logits import vllm_rope
 from .import_ import NONSENSE, nonsense_explained, recognised
-from .lint_context import CheckpointView, LintFinding, digest
 from .llama import EMBEDDINGS
-from .raw_blocks import TAPS as RAW_TAPS
 from .raw_blocks import RawBlocks
-from .speculators import TAPS as EAGLE_TAPS
 from .speculators import Speculators, are_tokens, kept_tokens
 
 _INV_FREQ = "inv_freq"
 _UNREADABLE: tuple[type[Exception], ...] = (OutriderError, *NONSENSE)
+
+
+@dataclass(frozen=True)
+class LintFinding:
+    """Something wrong or unusual in a checkpoint."""
+
+    check: str  # a short name for it, for programs
+    found: str  # the fault: the actual value, and the expected one
+    engine: str  # what an engine would do with it
+    is_fault: bool = True  # whether it is surely wrong; else it is unusual, and may be meant
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.found} {self.engine}"
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """A target, as its files describe it."""
+
+    config: dict[str, Any]  # its config.json; of several models in one, the text's
+    folder: Path
+
+    @classmethod
+    def of(cls, path: str | Path | None) -> TargetFacts | None:
+        """Return the facts of the target in this folder; None if it is not on this machine."""
+        if path is None or not str(path):
+            return None
+        folder = Path(target_path(str(path))).expanduser()
+        if not (folder / "config.json").is_file():
+            return None
+        config = read_json(folder / "config.json")
+        return cls(config.get("text_config") or config, folder)
+
+    @property
+    def num_layers(self) -> int | None:
+        return self.config.get("num_hidden_layers")
+
+    def embeddings(self) -> Tensor | None:
+        """Return the input embeddings `[V, H]`; None without any."""
+        for file in sorted(self.folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as source:
+                for name in source.keys():  # noqa: SIM118 (it is no mapping)
+                    if name.endswith("embed_tokens.weight"):
+                        return source.get_tensor(name)
+        return None
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """A checkpoint, and the files around it."""
+
+    files: DrafterFiles
+    layout: ExportLayout  # the one that its config.json is in
+    record: dict[str, Any] | None = None  # written.json of Outrider's exports; None elsewhere
+    launch: dict[str, Any] = field(default_factory=dict)  # launch.json, how an engine is started with it; {} without
+    served: dict[str, Any] = field(default_factory=dict)  # served.json; {} without
+    target: TargetFacts | None = None  # the target's files; None if they are not at hand
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.files.config
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.files.tensors
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors of a type that weights have."""
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.dtype in WEIGHT_TYPES}
+
+    @classmethod
+    def at(cls, folder: Path, layout: ExportLayout, target: str | None) -> CheckpointView:
+        """Return the view of the checkpoint in `folder`; `target` is the target's folder, None for the one it names.
+
+        Raises BadInputError if the checkpoint cannot be read.
+        """
+        files = layout.load(folder)
+        named = (files.config.get("speculators_config") or {}).get("verifier") or {}
+        path = target or named.get("name_or_path") or files.config.get("base_model_name_or_path")
+        beside: dict[str, dict[str, Any]] = {"launch": {}, "served": {}}
+        for name in beside:
+            with suppress(BadInputError):  # it is missing, or no object
+                beside[name] = read_json(folder / f"{name}.json")
+        record = read_json(folder / RECORD) if (folder / RECORD).is_file() else None
+        return cls(files, layout, record, target=TargetFacts.of(path), **beside)
+
 
 Findings = Iterator[LintFinding]
 fault = partial(LintFinding, is_fault=True)
@@ -271,12 +360,10 @@ def _part(view: CheckpointView, name: str) -> dict[str, Any]:
 
 def taps(view: CheckpointView) -> Findings:
     """Find taps that are missing, out of order or out of range, or counted as another layout counts them."""
-    name = (RAW_TAPS if _is_raw(view) else BLOCK_TAPS) if _is_block(view) else EAGLE_TAPS
-    holder = _part(view, "eagle_config") if view.layout.name == "sglang" else view.config
-    listed = holder.get(name, _part(view, "dflash_config").get(name))
+    name, listed = view.layout.listed_taps(view.config)
     if not listed:
         # EAGLE's own repository never writes them: its heads read the taps that are engines' default.
-        is_fault = _is_block(view) or view.layout.name == "speculators"
+        is_fault = not view.layout.counts_outputs or _is_block(view)
         engine = "The engine stops, or silently taps layers of its own choice: right for drafters that read those."
         yield LintFinding("taps-missing", f"config.json has no {name}.", engine, is_fault)
         return
@@ -289,12 +376,10 @@ def taps(view: CheckpointView) -> Findings:
 
 
 def _counted_taps(view: CheckpointView, name: str, taps: list[int], layers: int) -> Findings:
-    # Taps are hidden states, or outputs of layers: output i is hidden state i + 1.
-    shift = int(_is_raw(view) or view.layout.name == "sglang")
-    least = -1 if view.layout.name == "deepspec" else 0
-    if min(taps) < least or max(taps) > layers - shift:
-        engine = "The engine fails, or taps nothing there."
-        yield fault("taps-range", f"{name} is {taps}, the target has {layers} layers.", engine)
+    shift = int(view.layout.counts_outputs)
+    if min(taps) < view.layout.first_tap or max(taps) > layers - shift:
+        what = f"{name} is {taps}, the target has {layers} layers."
+        yield fault("taps-range", what, "The engine fails, or taps nothing there.")
     if max(taps) == layers - shift:
         what = f"{name} is {taps}: the last layer's output ({layers} layers)."
         yield unusual("taps-last", what, "Engines give it before the target's final norm, libraries after it.")

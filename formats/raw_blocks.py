@@ -44,10 +44,14 @@ _ALSO = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 class RawBlocks(BlockLayout[B, C]):
     """A block drafter under a flat config.json, whose taps are outputs of layers."""
 
+    counts_outputs = True
     windows: ClassVar[str] = "sliding_window: 0, or speculators"  # the nearest that can be served of them
 
     def layer(self, config: dict[str, Any]) -> dict[str, Any]:
         return dict(config)
+
+    def listed_taps(self, config: dict[str, Any]) -> tuple[str, list[int] | None]:
+        return TAPS, (config.get("dflash_config") or config).get(TAPS)
 
     def plain_name(self, name: str) -> str:
         """Return the usual name of a tensor that SGLang finds under another one, too."""
@@ -130,6 +134,7 @@ class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
     """DSpark drafters as DeepSpec keeps them: the target's embeddings and output embedding are copied beside."""
 
     name = "deepspec"
+    first_tap = -1
     optional = beside = (EMBEDDINGS, OUTPUT)
 
     def __init__(self) -> None:

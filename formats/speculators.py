@@ -80,6 +80,9 @@ class Speculators(ExportLayout[Eagle3, Eagle3Config]):
         layer, flags = vllm_flags(files.config, target.num_layers)
         return eagle3_logits(files.tensors, layer, flags, passage)
 
+    def listed_taps(self, config: dict[str, Any]) -> tuple[str, list[int] | None]:
+        return TAPS, config.get(TAPS)
+
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return config.get("speculators_model_type") == self.drafter
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..costs.training import Needs
-from ..formats.lint_context import LintFinding
+from ..formats.lint import LintFinding
 from ..serving.diagnosis import ServedResult
 
 

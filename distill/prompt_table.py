@@ -1,44 +1,22 @@
-"""One prompt, and a table of many on disk, of which memory holds the ones that are looked at.
-
-A table is an Arrow file that the system maps into memory. On POSIX the file has no name once it is written: it is gone
-when no process reads it any more.
-"""
+"""One prompt, and a table of many on disk, of which memory holds the places."""
 
 from __future__ import annotations
 
 import json
-import os
-from bisect import bisect_right
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile, gettempdir
 from typing import Any, overload
 
 import numpy as np
-import pyarrow
 
-from ..common.atomic import working_name, writing
+from ..common.atomic import writing
 from ..common.digests import canonical_json, digest_json
-from ..common.locks import scratch_folder
 from ..targets.images import PromptImage
 from .dataset_formats import Message, Turn, question_digests, users_texts
-
-_ROWS_AT_ONCE = 1024  # of one batch of the file
-_FILE = "prompts.arrow"
-_SCHEMA = pyarrow.schema(
-    [
-        ("id", pyarrow.string()),
-        ("suite", pyarrow.string()),
-        ("tokens", pyarrow.list_(pyarrow.int32())),
-        ("text", pyarrow.string()),
-        ("chat", pyarrow.string()),  # JSON of `_CHAT`; null where all of them are empty
-        ("category", pyarrow.string()),
-    ]
-)
-_CHAT = ("messages", "later", "given", "tools")
 
 
 @dataclass(frozen=True)
@@ -94,36 +72,65 @@ def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:
     return digest.hexdigest()
 
 
+class LinesOnDisk:
+    """JSON values in a file without a name, which is gone with its process.
+
+    Args:
+        folder: of the file; None for the system's place for temporary files.
+    """
+
+    def __init__(self, folder: str | Path | None = None):
+        self._folder = Path(folder or gettempdir())
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = TemporaryFile(dir=self._folder)  # noqa: SIM115 (it is open as long as this object)
+        self._end = 0
+        self._mapped: mmap.mmap | None = None
+
+    def add(self, value: Any) -> int:
+        """Return the place of a value that was written down."""
+        line = json.dumps(value).encode() + b"\n"
+        with writing(self._folder):
+            self._file.write(line)
+        place = self._end
+        self._end += len(line)
+        return place
+
+    def read(self, place: int) -> Any:
+        """Return the value at a place; nothing is added after the first one is read."""
+        if self._mapped is None:
+            with writing(self._folder):
+                self._file.flush()
+            self._mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        return json.loads(self._mapped[place : self._mapped.find(b"\n", place)])
+
+
 class PromptTable(Sequence[Prompt]):
-    """A list of prompts that lies on disk, with their `lengths` in tokens, int32 `[N]`, in memory."""
+    """A list of prompts that lies on disk, with their `lengths` in tokens, int32 `[N]`, in memory.
+
+    Args:
+        prompts: are read once, and share a `template`.
+        folder: of the file; None for the system's place for temporary files.
+    """
 
     def __init__(
         self, prompts: Iterable[Prompt], template: Mapping[str, Any] | None = None, folder: str | Path | None = None
     ):
-        """Write down `prompts`, which are read once and share a `template`, into a file in `folder`.
-
-        None for the system's place for temporary files. A run that is killed leaves what the next one clears.
-        """
         self._template = dict(template or {})
-        with scratch_folder("prompts") if folder is None else nullcontext(Path(folder)) as place:
-            place.mkdir(parents=True, exist_ok=True)
-            file = working_name(place / _FILE, "tmp")
-            try:
-                self.lengths = _write(iter(prompts), file)
-                reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(file)))
-                self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-            finally:
-                if os.name == "posix":
-                    file.unlink(missing_ok=True)
-        self._ends = np.cumsum([batch.num_rows for batch in self._batches]).tolist()
+        self._lines = LinesOnDisk(folder)
+        places = []
+        lengths = []
+        for prompt in prompts:
+            places.append(self._lines.add(_plain(prompt)))
+            lengths.append(len(prompt.tokens))
+        self._places = np.array(places, dtype=np.int64)
+        self.lengths = np.array(lengths, dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[Prompt]:
-        for batch in self._batches:
-            for begin in range(0, batch.num_rows, 64):
-                yield from map(self._prompt, batch.slice(begin, 64).to_pylist())
+        return map(self.__getitem__, range(len(self)))
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -132,33 +139,17 @@ class PromptTable(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        number = bisect_right(self._ends, place)
-        batch = self._batches[number]
-        [row] = batch.slice(place - self._ends[number] + batch.num_rows, 1).to_pylist()
-        return self._prompt(row)
-
-    def _prompt(self, row: dict[str, Any]) -> Prompt:
-        chat = json.loads(row["chat"] or "{}")
-        later, given = (tuple(map(tuple, chat.get(name, ()))) for name in ("later", "given"))
-        messages = tuple(chat["messages"]) if "messages" in chat else None
-        rest = (messages, later, given, chat.get("tools"), self._template)
-        images = tuple(PromptImage(*values) for values in chat.get("images", ()))
-        return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest, row["category"], images)
+        row = self._lines.read(int(self._places[index]))
+        row["tokens"] = tuple(row["tokens"])
+        row["messages"] = None if row["messages"] is None else tuple(row["messages"])
+        row["later"] = tuple(map(tuple, row["later"]))
+        row["given"] = tuple(map(tuple, row["given"]))
+        row["images"] = tuple(PromptImage(*values) for values in row["images"])
+        return Prompt(**row, template=self._template)
 
 
-def _write(prompts: Iterator[Prompt], file: Path) -> np.ndarray:
-    """Write prompts batch by batch, and return their lengths, int32 `[N]`."""
-    lengths = [np.zeros(0, dtype=np.int32)]
-    with writing(file), pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_file(sink, _SCHEMA) as writer:
-        while batch := list(islice(prompts, _ROWS_AT_ONCE)):
-            writer.write_batch(pyarrow.RecordBatch.from_pylist([_row(p) for p in batch], schema=_SCHEMA))
-            lengths.append(np.array([len(p.tokens) for p in batch], dtype=np.int32))
-    return np.concatenate(lengths)
-
-
-def _row(prompt: Prompt) -> dict[str, Any]:
-    chat = {name: value for name in _CHAT if (value := getattr(prompt, name))}
-    chat |= {"images": [astuple(image) for image in prompt.images]} if prompt.images else {}
-    plain = {name: getattr(prompt, name) for name in ("id", "suite", "tokens", "text", "category")}
-    return plain | {"chat": json.dumps(chat) if chat else None}
+def _plain(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as values of JSON, without the template."""
+    values = vars(prompt) | {"images": [astuple(image) for image in prompt.images]}
+    del values["template"]
+    return values

@@ -6,7 +6,6 @@ it: {path, weight, layout, column, split, revision, limit}.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections import Counter
@@ -14,11 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from tempfile import TemporaryFile, gettempdir
 from typing import Any, TypeVar
 
 from ..common import BadInputError
-from ..common.atomic import writing
 from ..common.errors import first_line
 from ..common.safe_load import (
     FileLimits,
@@ -32,6 +29,7 @@ from ..common.safe_load import (
 )
 from ..recipes import SourceSpec, embedded_file
 from .dataset_formats import Row, RowError, understand
+from .prompt_table import LinesOnDisk
 from .tables import hub_rows, num_parquet_rows, table_rows
 
 EMBEDDED = "embedded:"
@@ -102,8 +100,8 @@ def _all_rows(source: SourceSpec, found: Callable[[str], object]) -> Iterator[Ro
 class Reservoir:
     """An even sample of a source's rows, each with its number from 1 (Vitter 1985, algorithm R).
 
-    They lie in a file without a name, and memory holds their places. Of a Hub data set, which has to be fetched, the
-    first `_TIMES_STREAMED` times as many rows are looked at, at least `_LEAST_STREAMED`.
+    It lies on the disk. Of a Hub data set, which has to be fetched, the first `_TIMES_STREAMED` times as many rows are
+    looked at, at least `_LEAST_STREAMED`.
 
     Attributes:
         seen: rows that were looked at.
@@ -114,17 +112,17 @@ class Reservoir:
         self, source: SourceSpec, size: int, chance: random.Random, found: Callable[[str], object], folder: Path | None
     ):
         most = max(_LEAST_STREAMED, _TIMES_STREAMED * size) if is_hub(source.path) else None
-        self.chance, self.size, self.seen, self.is_spent = chance, size, 0, False
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        self._file, self._places = TemporaryFile(dir=folder), list[int]()  # noqa: SIM115 (`rows` closes it)
-        with writing(folder or Path(gettempdir())):
-            for self.seen, row in enumerate(islice(_all_rows(source, found), most), 1):
-                place = self.seen - 1 if self.seen <= size else chance.randrange(self.seen)
-                if place < size:
-                    self._places[place : place + 1] = [self._file.seek(0, os.SEEK_END)]
-                    kept = {"error": [row.where, row.reason]} if isinstance(row, RowError) else {"row": row}
-                    self._file.write(json.dumps([self.seen, kept]).encode() + b"\n")
+        self.chance = chance
+        self.size = size
+        self.seen = 0
+        self.is_spent = False
+        self._lines = LinesOnDisk(folder)
+        self._places = list[int]()
+        for self.seen, row in enumerate(islice(_all_rows(source, found), most), 1):
+            drawn = self.seen - 1 if self.seen <= size else chance.randrange(self.seen)
+            if drawn < size:
+                kept = {"error": [row.where, row.reason]} if isinstance(row, RowError) else {"row": row}
+                self._places[drawn : drawn + 1] = [self._lines.add([self.seen, kept])]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -138,11 +136,9 @@ class Reservoir:
         places = sorted(self._places)
         if shuffled:
             self.chance.shuffle(places)
-        with self._file:
-            for place in places:
-                self._file.seek(place)
-                number, kept = parse_json(self._file.readline().decode(), "a sample", _TABLE)
-                yield number, RowError(*kept["error"]) if "error" in kept else kept["row"]
+        for place in places:
+            number, kept = self._lines.read(place)
+            yield number, RowError(*kept["error"]) if "error" in kept else kept["row"]
         self.is_spent = True
 
 

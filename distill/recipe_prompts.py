@@ -1,4 +1,4 @@
-"""Collecting prompts from sources, in one deterministic order; every row that is not used is counted.
+"""Prompts of a recipe, from its sources in one deterministic order; every row that is dropped is counted.
 
 A row is either raw text, which the target continues, or a chat, which its template renders up to the place where the
 assistant answers. Sources are read in turn, one row each or by their weights, so that a limit leaves a mixture. Prompts
@@ -11,14 +11,13 @@ import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -29,26 +28,20 @@ from ..targets.images import ImageReader, PromptImage, insert_images
 from .conversation import RefusedChatError, render
 from .dataset_formats import LONGEST_TEXT, Row, RowError, RowPrompt, num_images, question_digests, understand
 from .prompt_table import Prompt, PromptTable
-from .sources import Reservoir, as_specs, images_folder, rows_of, some_of_each, title
+from .sources import EMBEDDED, Reservoir, as_specs, images_folder, rows_of, some_of_each, title
 
 MOST_SHOWN = 100  # malformed rows of a source
-ACCEPTABLE = 0.02  # share of a source's rows that may be left out without a warning
+ACCEPTABLE = 0.02  # share of a source's rows that may be dropped without a warning
 _IDS = ("id", "question_id", "task_id", "prompt_id", "conversation_id")
 
-# Why a row is left out: about one row ({} is its tokens), after a number of rows, and of a source that gives nothing
-# ({} is the limit of tokens).
-_REASONS = {
-    "too_long": ("a chat of {} tokens", "too long", "chats longer than {} tokens (raise data.max_prompt_tokens)"),
-    "unanswerable": ("nothing to answer", "with nothing to answer", "rows with nothing to answer"),
-    "unanswered": (
-        "no answer of its own",
-        "without an answer of their own",
-        "rows without an answer of their own (leave out data.answers: given)",
-    ),
-    "duplicate": ("asks what another row asks", "duplicates", "rows that ask what another row asks"),
-    "malformed": ("", "malformed", "malformed rows"),
+DROPPED = {  # why a row is dropped, after a number of rows
+    "too_long": "too long",
+    "unanswerable": "with nothing to answer",
+    "unanswered": "without an answer of their own",
+    "duplicate": "duplicates",
+    "malformed": "malformed",
 }
-DROPPED = tuple(_REASONS)
+NumberedRows = Iterable[tuple[int, Row | RowError]]
 
 _log = logging.getLogger(__name__)
 
@@ -95,13 +88,13 @@ class PromptReading:
     """The rules by which rows become prompts.
 
     Attributes:
-        max_tokens: longer raw texts lose their beginning; longer chats are left out.
+        max_tokens: longer raw texts lose their beginning; longer chats are dropped.
         template: arguments of the chat template.
         whole: ask a chat from its first question on, the others later, with the target's own answers; otherwise the
             last question is asked, after the row's own answers (and of `turns` the first).
-        given: rows without an answer of their own are left out.
-        drop_malformed: count a row that cannot be read, and leave it out; otherwise it is an error.
-        once: leave out rows that ask what another has asked.
+        given: rows without an answer of their own are dropped.
+        drop_malformed: count a row that cannot be read, and drop it; otherwise it is an error.
+        once: drop rows that ask what another has asked.
         measured: prompts that must not be learnt.
         suite: the rows are a suite's, which are measured: of `turns` every one is asked, an empty one is an error, and
             so is an id that occurs twice.
@@ -130,8 +123,9 @@ class RowCounts:
         drawn_from: rows of the source, of which `rows` are a sample; 0 for the first ones, or all.
         layouts: rows by the layout that was recognised, such as "question (key question)".
         truncated: raw texts that lost their beginning.
-        dropped: rows that were left out, by reason: `too_long` chats (a chat cannot be cut without breaking its
-            template), `unanswerable`, `unanswered` (with `answers: given`), `duplicate` and `malformed` ones.
+        raw_texts: those that a target with a chat template is to continue, though the recipe does not ask for it.
+        dropped: rows by the reason: `too_long` chats (a chat cannot be cut without breaking its template),
+            `unanswerable`, `unanswered` (with `answers: given`), `duplicate` and `malformed` ones.
         leaked: rows that are measured, too, and were allowed.
         unasked: later turns that a target without a chat template is not asked.
         with_images: of the rows that are kept.
@@ -143,6 +137,7 @@ class RowCounts:
     rows: int = 0
     kept: int = 0
     truncated: int = 0
+    raw_texts: int = 0
     leaked: int = 0
     unasked: int = 0
     with_images: int = 0
@@ -165,18 +160,28 @@ class RowCounts:
         parts = [f"{self.source}: {layouts}; {self.kept:,} of {self.rows:,} rows"]
         parts += [f"drawn from {self.drawn_from:,}"] if self.drawn_from else []
         parts += [f"{self.with_images:,} with images"] if self.with_images else []
-        parts += [f"left out: {self.left_out()}"] if self.dropped else []
+        parts += [f"dropped: {self.reasons()}"] if self.dropped else []
         parts += [f"{self.truncated:,} texts lost their beginning"] if self.truncated else []
         parts += [f"{self.leaked:,} are measured, too (data.allow_leaks)"] if self.leaked else []
         return "; ".join(parts)
 
+    def reasons(self) -> str:
+        """Return the numbers of dropped rows, by reason."""
+        return ", ".join(f"{number:,} {DROPPED[reason]}" for reason, number in self.dropped.most_common())
+
     def example(self) -> str:
-        """Return a sentence about a row that was left out for the most frequent reason; "" if none was."""
+        """Return a sentence about a row that was dropped for the most frequent reason; "" if none was."""
         return "".join(f" For example, {self.examples[name].rstrip('.')}." for name, _ in self.dropped.most_common(1))
 
-    def left_out(self) -> str:
-        """Return the numbers of rows that were left out, by reason."""
-        return ", ".join(f"{number:,} {_REASONS[reason][1]}" for reason, number in self.dropped.most_common())
+    def raw_text_warning(self) -> str:
+        """Return a sentence about raw texts for a target with a chat template; "" if there are none."""
+        if not self.raw_texts:
+            return ""
+        return (
+            f"{self.source}: {self.raw_texts:,} rows are raw text, at which a target with a chat template may end at "
+            'once: write {"messages": [{"role": "user", "content": …}]} instead, or set layout: question (layout: text '
+            "where raw text is meant)."
+        )
 
 
 @dataclass
@@ -214,7 +219,7 @@ def recipe_prompts(
     Args:
         console: gets one line for each source.
         folder: of the prompts' file until they were read; None for the system's place for temporary files.
-        warn: also of sources that lose more than a few rows.
+        warn: also of sources that lose more than a few rows, or hold raw text for a target with a chat template.
         images: the target's reader of them; None for a target that sees none.
 
     Raises:
@@ -238,13 +243,11 @@ def recipe_prompts(
             console.print(counts.summary(), highlight=False, markup=False, soft_wrap=True)
         dropped = counts.dropped.total()
         if warn and dropped > ACCEPTABLE * counts.rows:
-            _log.warning(
-                "%s: %.1f%% of the rows were left out (%s).%s `outrider data check` shows more.",
-                counts.source,
-                100 * dropped / counts.rows,
-                counts.left_out(),
-                counts.example(),
-            )
+            share = f"{100 * dropped / counts.rows:.1f}%"
+            why = f"({counts.reasons()}).{counts.example()} `outrider data check` shows more."
+            _log.warning("%s: %s of the rows were dropped %s", counts.source, share, why)
+        if warn and counts.raw_texts:
+            _log.warning("%s", counts.raw_text_warning())
     return collection
 
 
@@ -269,7 +272,7 @@ def collect(
     """Read `sources` by turns, until they end or there are `limit` prompts.
 
     With `reading.sample`, rows are drawn where there are more than the limit, of all sources or of one (its `limit`);
-    more of them than are needed, and more again if too many are left out.
+    more of them than are needed, and more again if too many are dropped.
 
     Args:
         folder: of the prompts' file until they were read; None for the system's place for temporary files.
@@ -281,18 +284,15 @@ def collect(
     size = None if limit is None or reading.sample is None else limit + limit // 4 + 16
     while True:
         counts = [RowCounts(spec.path) for spec in specs]
-        numbered, drawn = _numbered_rows(specs, counts, limit, size, reading, folder)
+        rows, cut = _numbered_rows(specs, counts, limit, size, reading, folder)
         reader = _Reader(tokenizer, reading)
-        streams = [reader.read(*source) for source in zip(numbered, specs, counts, strict=True)]
+        streams = [reader.read(*source) for source in zip(rows, specs, counts, strict=True)]
         weighted = any(spec.weight is not None for spec in specs)
         mixture = _weighted(streams, [spec.weight or 1.0 for spec in specs]) if weighted else _in_turn(streams)
         found = Collection(PromptTable(islice(mixture, limit), reading.template, folder), counts)
-        if size is None or limit is None or len(found.prompts) == limit or not any(r.is_spent for r in drawn):
+        if size is None or limit is None or len(found.prompts) == limit or not any(r.is_spent for r in cut):
             return found
         size *= 4
-
-
-NumberedRows = Iterator[tuple[int, Row | RowError]]
 
 
 def _numbered_rows(
@@ -303,24 +303,24 @@ def _numbered_rows(
     reading: PromptReading,
     folder: Path | None,
 ) -> tuple[list[NumberedRows], list[Reservoir]]:
-    """Return the rows of each source with their numbers, and the samples among them of which larger ones hold more."""
+    """Return the rows of each source with their numbers, and the samples among them that `size` cut."""
     if reading.suite:
-        return [iter(_suite_rows(spec, limit)) for spec in specs], []
-    samples = []
+        return [_suite_rows(spec, limit) for spec in specs], []
+    samples: list[Reservoir | None] = []
     for number, (spec, count) in enumerate(zip(specs, counts, strict=True)):
         sizes = [n for n in (size, spec.limit) if n is not None and reading.sample is not None]
         chance = random.Random(f"{reading.sample} {number}")
         found = partial(setattr, count, "revision")
         samples.append(Reservoir(spec, min(sizes), chance, found, folder) if sizes else None)
     shuffled = limit is not None and sum(len(s) for s in samples if s) > limit
-    numbered = list[NumberedRows]()
+    rows: list[NumberedRows] = []
     for sample, spec, count in zip(samples, specs, counts, strict=True):
         if sample is None:
-            numbered.append(enumerate(rows_of(spec, partial(setattr, count, "revision")), 1))
+            rows.append(enumerate(rows_of(spec, partial(setattr, count, "revision")), 1))
         else:
-            numbered.append(sample.rows(shuffled))
+            rows.append(sample.rows(shuffled))
             count.drawn_from = sample.seen if sample.is_sample else 0
-    return numbered, [s for s in samples if s is not None and s.is_sample and s.size == size]
+    return rows, [s for s in samples if s is not None and s.is_sample and s.size == size]
 
 
 def _suite_rows(source: SourceSpec, limit: int | None) -> list[tuple[int, Row | RowError]]:
@@ -333,41 +333,23 @@ def _category(row: Row | RowError) -> str:
     return category if isinstance(category, str) else ""
 
 
-class DigestSet:
-    """A set of texts that holds 64 bits of each: an array with each digest at its place, or at the next free one.
+def _is_new(known: set[int], text: str) -> bool:
+    """Return whether a text is not among the `known` ones yet, of which 64 bits are kept, and add it.
 
     Two of ten million different texts share a digest with a chance of 1 in 370,000.
     """
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    is_new = digest not in known
+    known.add(digest)
+    return is_new
 
-    def __init__(self) -> None:
-        self._places = np.zeros(1024, dtype=np.uint64)  # 0 is a free place
-        self._count = 0
 
-    def __len__(self) -> int:
-        return self._count
+class _DroppedRowError(Exception):
+    """A row that is dropped for one of the reasons of `DROPPED`, which a sentence explains."""
 
-    def add(self, text: str) -> bool:
-        """Add a text; return whether it is new."""
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
-        place = self._place(digest)
-        if self._places[place]:
-            return False
-        self._places[place] = digest
-        self._count += 1
-        if 2 * self._count > len(self._places):
-            known = self._places[self._places != 0]
-            self._places = np.zeros(2 * len(self._places), dtype=np.uint64)
-            for old in known.tolist():
-                self._places[self._place(old)] = old
-        return True
-
-    def _place(self, digest: int) -> int:
-        """Return the place of a digest, or the free one that it would take."""
-        last = len(self._places) - 1  # their number is a power of two
-        place = digest & last
-        while self._places[place] not in (0, digest):
-            place = (place + 1) & last
-        return place
+    def __init__(self, reason: str, sentence: str):
+        super().__init__(sentence)
+        self.reason = reason
 
 
 class _Reader:
@@ -375,80 +357,102 @@ class _Reader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, reading: PromptReading):
         self.tokenizer, self.reading = tokenizer, reading
-        self.ids, self.asked = DigestSet(), DigestSet()
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.ids = set[int]()
+        self.asked = set[int]()
         self.repeated: dict[str, int] = {}
 
     def read(self, rows: NumberedRows, source: SourceSpec, counts: RowCounts) -> Iterator[Prompt]:
         """Yield the prompts of one source's `rows`.
 
-        None is an error, except where unweighted sources have them already.
+        BadInputError if there are none, except where unweighted sources have them already.
         """
-        name = title(source.path)
+        name, folder = title(source.path), images_folder(source)
         for number, row in rows:
             counts.rows += 1
-            prompt = self._unnamed(row, f"{source.path}, row {number}", source, counts)
-            if prompt is not None:
-                counts.kept += 1
-                counts.with_images += bool(prompt.images)
-                yield self._named(prompt, row, number, name, source.path)
+            where = f"{source.path}, row {number}"
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                asked = self._asked(row, where, source, folder, counts)
+                text, tokens, images = self._rendered(asked, where, counts)
+            except _DroppedRowError as dropped:
+                counts.drop(dropped.reason, f"{where}: {dropped}")
+                continue
+            except (RowError, RefusedChatError) as error:
+                if not self.reading.drop_malformed:
+                    raise
+                counts.drop("malformed", str(error))
+                continue
+            counts.kept += 1
+            counts.with_images += bool(asked.images)
+            is_meant = source.layout == "text" or source.path.startswith(EMBEDDED)
+            counts.raw_texts += asked.text is not None and self.has_template and not is_meant
+            suite = str(row.get("suite") or name)
+            yield Prompt(
+                id=self._id(row, suite, number, where),
+                suite=suite,
+                tokens=tuple(tokens),
+                text=text,
+                messages=None if asked.text is not None else asked.messages,
+                later=asked.later,
+                given=asked.given,
+                tools=asked.tools,
+                category=_category(row),
+                images=images,
+            )
         if not counts.kept and (source.weight is not None or not counts.dropped["duplicate"]):
-            words = {reason: texts[2].format(self.reading.max_tokens) for reason, texts in _REASONS.items()}
-            dropped = ", ".join(f"{counts.dropped[name]} {words[name]}" for name in words if counts.dropped[name])
-            why = f"none of its {counts.rows} rows can be used. Left out: {dropped}." if counts.rows else "it is empty."
-            raise BadInputError(f"no prompts in {source.path!r}: {why}{counts.example()}")
+            why = f"none of its {counts.rows} rows can be used. Dropped: {counts.reasons()}."
+            why = f"{why}{counts.example()}" if counts.rows else "it is empty."
+            raise BadInputError(f"no prompts in {source.path!r}: {why}")
 
-    def _unnamed(self, row: Row | RowError, where: str, source: SourceSpec, counts: RowCounts) -> Prompt | None:
-        """Return the prompt of one row, without its id and suite; None (and a count) if it is left out."""
-        try:
-            if isinstance(row, RowError):
-                raise row
-            asked = understand(row, where, source.layout, source.column, images_folder(source))
-            how = ", as raw text: no chat template" if self._lacks_template(asked) else ""
-            counts.layouts[f"{asked.layout} (key {asked.key}){how}"] += 1
-            if self.reading.suite and asked.layout == "turns":
-                if empty := [n for n, turn in enumerate(row[asked.key], 1) if not turn.strip()]:
-                    raise RowError(where, f"turn {empty[0]} of `{asked.key}` is empty; write what is asked there.")
-                return self._prompt(asked, where, counts)
-            return self._prompt(asked if self.reading.whole else asked.last_question(), where, counts)
-        except (RowError, RefusedChatError) as error:
-            if not self.reading.drop_malformed:
-                raise
-            counts.drop("malformed", str(error))
-            return None
-
-    def _lacks_template(self, asked: RowPrompt) -> bool:
-        return asked.layout in ("question", "turns") and not getattr(self.tokenizer, "chat_template", None)
-
-    def _prompt(self, asked: RowPrompt, where: str, counts: RowCounts) -> Prompt | None:
-        if self._lacks_template(asked):
+    def _asked(self, row: Row, where: str, source: SourceSpec, folder: Path | None, counts: RowCounts) -> RowPrompt:
+        """Return what a row asks of this target, by the rules of the reading."""
+        asked = understand(row, where, source.layout, source.column, folder)
+        is_text = asked.layout in ("question", "turns") and not self.has_template
+        how = ", as raw text: no chat template" if is_text else ""
+        counts.layouts[f"{asked.layout} (key {asked.key}){how}"] += 1
+        if self.reading.suite and asked.layout == "turns":
+            if empty := [n for n, turn in enumerate(row[asked.key], 1) if not turn.strip()]:
+                raise RowError(where, f"turn {empty[0]} of `{asked.key}` is empty; write what is asked there.")
+        elif not self.reading.whole:
+            asked = asked.last_question()
+        if is_text:
             counts.unasked += len(asked.later)
             asked = asked.as_text()
-        text, is_raw = asked.text, asked.text is not None
+        return asked
+
+    def _rendered(
+        self, asked: RowPrompt, where: str, counts: RowCounts
+    ) -> tuple[str, list[int], tuple[PromptImage, ...]]:
+        """Return the text of a question, its tokens, and the images of its conversation."""
+        text, is_raw, limit = asked.text or "", asked.text is not None, self.reading.max_tokens
         if not is_raw and asked.messages:
             text = render(self.tokenizer, asked.messages, where, asked.tools, template=self.reading.template)
-        if text and len(text) > LONGEST_TEXT:
-            if not is_raw or self.reading.max_tokens is None:
+        if len(text) > LONGEST_TEXT:
+            if not is_raw or limit is None:
                 raise RowError(where, f"a text of {len(text):,} letters; at most {LONGEST_TEXT:,} are read as tokens.")
             text = text[-LONGEST_TEXT:]  # it would lose its beginning as tokens
         whole, images = self._with_images(text, asked, where) if text and asked.images else (text, ())
         # A template writes its own special tokens; raw text gets those the tokenizer puts around any text.
         tokens = list(self.tokenizer(whole, add_special_tokens=is_raw)["input_ids"]) if text else []
-        limit = self.reading.max_tokens
         is_long = limit is not None and len(tokens) > limit
-        reason = self._why_dropped(asked, tokens, is_long)
-        if reason is not None:
-            counts.drop(reason, f"{where}: {_REASONS[reason][0].format(len(tokens))}")
-            return None
+        if not tokens or (is_raw and not text.strip()):
+            raise _DroppedRowError("unanswerable", "nothing to answer")
+        if self.reading.given and not asked.given:
+            raise _DroppedRowError("unanswered", "no answer of its own (data.answers: given)")
+        if is_long and not is_raw:
+            raise _DroppedRowError("too_long", f"a chat of {len(tokens)} tokens (data.max_prompt_tokens={limit})")
+        if self.reading.once and not _is_new(self.asked, asked.canonical(with_answers=self.reading.given)):
+            raise _DroppedRowError("duplicate", "asks what another row asks")
         leak = self.reading.measured.leak(asked, where)
         if leak is not None:
             counts.leaked += 1
             counts.examples.setdefault("leaked", leak)
-        if is_raw and is_long:
+        if is_long:
             counts.truncated += 1
             tokens = self._cut(tokens, limit or len(tokens))
-        messages = None if is_raw else asked.messages
-        rest = (asked.later, asked.given, asked.tools)
-        return Prompt("", "", tuple(tokens), text or "", messages, *rest, images=images)
+        return text, tokens, images
 
     def _with_images(self, text: str, asked: RowPrompt, where: str) -> tuple[str, tuple[PromptImage, ...]]:
         """Return a rendered question with its images' texts in it, and all images of the conversation."""
@@ -460,39 +464,25 @@ class _Reader:
         except BadInputError as error:
             raise RowError(where, str(error).removeprefix(f"{where}: ")) from error
 
-    def _why_dropped(self, asked: RowPrompt, tokens: list[int], is_long: bool) -> str | None:
-        """Return the reason for which a row is left out; None if it is used."""
-        if not tokens or (asked.text is not None and not asked.text.strip()):
-            return "unanswerable"
-        if self.reading.given and not asked.given:
-            return "unanswered"
-        if asked.text is None and is_long:
-            return "too_long"
-        if self.reading.once and not self.asked.add(asked.canonical(with_answers=self.reading.given)):
-            return "duplicate"
-        return None
-
     def _cut(self, tokens: list[int], length: int) -> list[int]:
         """Return the last `length` tokens; a BOS in front stays in front."""
         first = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id and length > 1 else []
         return first + tokens[len(tokens) - length + len(first) :]
 
-    def _named(self, prompt: Prompt, row: Row | RowError, number: int, name: str, path: str) -> Prompt:
-        """Return a prompt with the row's own id under its suite's name, or its number; a repeated one is numbered."""
-        own = row if isinstance(row, dict) else {}
-        suite = str(own.get("suite") or name)
-        given = next((own[key] for key in _IDS if own.get(key) is not None), number)
+    def _id(self, row: Row, suite: str, number: int, where: str) -> str:
+        """Return the row's own id under its suite's name, or its number; a repeated one is numbered."""
+        given = next((row[key] for key in _IDS if row.get(key) is not None), number)
         first = str(given) if str(given).startswith(f"{suite}/") else f"{suite}/{given}"
         unique = first
-        while not self.ids.add(unique):
+        while not _is_new(self.ids, unique):
             if self.reading.suite:
                 raise BadInputError(
-                    f"{path}, row {number}: the id {given!r} stands in an earlier row, too; reports are compared "
-                    "prompt by prompt, so give each row an id of its own."
+                    f"{where}: the id {given!r} stands in an earlier row, too; reports are compared prompt by prompt, "
+                    "so give each row an id of its own."
                 )
             self.repeated[first] = self.repeated.get(first, 1) + 1
             unique = f"{first}#{self.repeated[first]}"
-        return replace(prompt, id=unique, suite=suite, category=_category(row))
+        return unique
 
 
 def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:

@@ -83,8 +83,8 @@ def _read(
     [counts] = found.sources
     if counts.dropped:
         raise BadInputError(
-            f"the suite {source} has {counts.left_out()}.{counts.example()} What is measured leaves no row out by "
-            "itself: mend the row, or remove it."
+            f"the suite {source} has {counts.reasons()}.{counts.example()} A suite drops no row by itself: mend "
+            "the row, or remove it."
         )
     return replace(make_suite(title, found.prompts), unasked=counts.unasked)
 

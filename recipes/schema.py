@@ -209,7 +209,7 @@ class RequestsSpec(Section):
             takes the best that the server understands.
         stream: answers arrive in parts, which keeps proxies from giving up on long ones.
         concurrency: requests that each server works on at once.
-        retries: attempts at one prompt that may fail before it is left out of the run.
+        retries: attempts at one prompt that may fail before the run gives it up.
         timeout: seconds that an answer may take.
         patience: seconds without any server that answers, after which the run ends.
         key: the name of the environment variable that holds the servers' key, which is written nowhere.
@@ -274,9 +274,9 @@ class DataSpec(Section):
         sample: seed of the draw of rows where there are more than a limit; null for the first ones. Of a Hub data set
             some hundred times the limit are looked at.
         answers: `target` has the target answer every turn itself; `given` takes the answers that came with the rows.
-        max_prompt_tokens: longer raw texts lose their beginning, longer chats are left out, and a conversation ends
+        max_prompt_tokens: longer raw texts lose their beginning, longer chats are dropped, and a conversation ends
             before a longer question.
-        malformed: whether a row that cannot be read ends the run (`refuse`) or is counted and left out (`drop`).
+        malformed: whether a row that cannot be read ends the run (`refuse`) or is counted and dropped (`drop`).
         allow_leaks: take prompts that are measured in `eval.suites`, too; otherwise they are an error.
         max_new_tokens: length limit of a response.
         sampling: how a response is drawn; sample as you will serve.

@@ -72,7 +72,7 @@ def show(
 
 @data_app.command()
 def check(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
-    """Read all of a recipe's data and count what is kept and left out, and why, and how the answers end where they are
+    """Read all of a recipe's data and count what is kept and dropped, and why, and how the answers end where they are
     written. Exit code 1 for rows that cannot be read, and for prompts that the recipe measures.
     """
     loaded = recipe_of(recipe, changes)
@@ -191,8 +191,9 @@ def _print(found: Collection, recipe: Recipe, answers: dict[str, int] | None) ->
         lines.append(f"[bold]{escape(counts.source)}[/bold]: {counts.kept:,} of {counts.rows:,} rows are kept")
         lines += [f"  {number:,} read as {escape(name)}" for name, number in counts.layouts.most_common()]
         lines += [f"  {counts.truncated:,} texts lost their beginning"] if counts.truncated else []
-        lines += [f"  left out: {counts.left_out()}"] if counts.dropped else []
+        lines += [f"  dropped: {counts.reasons()}"] if counts.dropped else []
         others = [example for reason, example in counts.examples.items() if reason != "malformed"]
+        others += [counts.raw_text_warning()] if counts.raw_texts else []
         lines += [f"  [yellow]?[/yellow] {escape(example)}" for example in [*others, *counts.malformed]]
         unsaid = counts.dropped["malformed"] - len(counts.malformed)
         lines += [f"  [yellow]?[/yellow] and {unsaid:,} more malformed rows"] if unsaid else []

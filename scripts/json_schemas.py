@@ -150,6 +150,7 @@ class SourceBody(Body):
     rows: int
     kept: int
     truncated: int
+    raw_texts: int
     leaked: int
     layouts: dict[str, int]
     dropped: dict[str, int]

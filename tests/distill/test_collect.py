@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from outrider.decode import Decoder
 from outrider.distill import distill, load_responses, provenance
 from outrider.distill.conversation import given_sequences
 from outrider.distill.prompt_table import digest_prompts
-from outrider.distill.recipe_prompts import Collection, DigestSet, PromptReading, collect, read_prompts, recipe_prompts
+from outrider.distill.recipe_prompts import Collection, PromptReading, collect, read_prompts, recipe_prompts
 from outrider.distill.sources import check_sources
 from outrider.recipes import Recipe, SourceSpec
 from outrider.targets import Target
@@ -105,7 +106,7 @@ def test_a_long_text_loses_its_beginning_and_keeps_its_bos(rows: Rows, tokenizer
     assert plain(tokenizer).decode(read_prompts([file], plain(tokenizer), max_tokens=5)[0].tokens) == "utsrq"
 
 
-def test_long_chats_and_rows_that_ask_nothing_are_left_out_and_counted(rows: Rows, tokenizer: Tokenizer) -> None:
+def test_long_chats_and_rows_that_ask_nothing_are_dropped_and_counted(rows: Rows, tokenizer: Tokenizer) -> None:
     asked = [{"question": "far too long a question"}, {"question": "hi"}, {"text": ""}]
     source = rows("a.jsonl", *asked, {"messages": [S, assistant("unasked")]})
     found = collect([source], tokenizer, reading=PromptReading(max_tokens=6))
@@ -209,13 +210,6 @@ def test_real_prompt_files_are_readable(tokenizer: Tokenizer) -> None:
         print(file.name, found.counts())
 
 
-def test_a_digest_set_remembers_every_text() -> None:
-    known = DigestSet()
-    texts = [f"text {i % 5000}" for i in range(8000)]
-    assert [known.add(text) for text in texts] == [True] * 5000 + [False] * 3000
-    assert len(known) == 5000
-
-
 def recipe(prompts: list[Any], suites: list[str] | None = None, **data: Any) -> Recipe:
     values = {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": {"prompts": prompts, **data}}
     return Recipe.from_dict({**values, "eval": {"suites": suites or ["code"]}})
@@ -307,12 +301,27 @@ def test_every_source_gets_a_line_and_losses_a_warning(
     with caplog.at_level(logging.WARNING):
         recipe_prompts(recipe([fine, lossy], max_prompt_tokens=20), tokenizer, Console(file=said))
     first, second = said.getvalue().splitlines()
-    assert first == f"{fine}: text (key text); 60 of 61 rows; left out: 1 duplicates"
-    left_out = "left out: 1 too long, 1 with nothing to answer"
-    assert second == f"{lossy}: text (key text), messages (key messages); 30 of 32 rows; {left_out}"
-    [warning] = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(f"{lossy}: 6.2% of the rows were left out")
-    assert "row 31: a chat of" in warning
+    assert first == f"{fine}: text (key text); 60 of 61 rows; dropped: 1 duplicates"
+    dropped = "dropped: 1 too long, 1 with nothing to answer"
+    assert second == f"{lossy}: text (key text), messages (key messages); 30 of 32 rows; {dropped}"
+    [warning] = [text for record in caplog.records if "were dropped" in (text := record.getMessage())]
+    assert warning.startswith(f"{lossy}: 6.2% of the rows were dropped")
+    assert "row 31: a chat of 498 tokens (data.max_prompt_tokens=20)" in warning
+
+
+def test_raw_text_for_a_target_with_a_chat_template_is_warned_about(
+    rows: Rows, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A chat model ends at once on it, and a whole run is lost."""
+    source = rows("a.jsonl", {"prompt": "Name a colour."}, {"text": "x"}, {"messages": [U]})
+    expected = f'{source}: 2 rows are raw text, at which .* {{"messages": .{{"role": "user", "content": …}}.}} instead'
+    recipe_prompts(recipe([source]), tokenizer)
+    assert re.search(expected, caplog.text)
+    caplog.clear()
+    texts = rows("b.jsonl", {"prompt": "Name a colour."})
+    recipe_prompts(recipe([{"path": texts, "layout": "text"}, "embedded:code"], limit=6), tokenizer)
+    recipe_prompts(recipe([texts]), plain(tokenizer))
+    assert "raw text" not in caplog.text, "it is meant, or there is no template"
 
 
 def test_conversations_are_asked_from_their_first_question_on(rows: Rows, tokenizer: Tokenizer) -> None:
@@ -372,7 +381,7 @@ def test_a_source_whose_rows_all_repeat_another_adds_nothing(
     files = [rows("first.jsonl", {"text": "a"}, {"text": "b"}), rows("second.jsonl", {"text": "a"})]
     found = recipe_prompts(recipe(files), tokenizer)
     assert (len(found.prompts), found.counts()["duplicate"]) == (2, 1)
-    assert "second.jsonl: 100.0% of the rows were left out" in caplog.text
+    assert "second.jsonl: 100.0% of the rows were dropped" in caplog.text
 
 
 def drawn(tokenizer: Tokenizer, sources: list[Any], limit: int | None, sample: int | None = 0) -> Collection:
@@ -418,7 +427,7 @@ def test_a_sources_own_limit_is_a_sample_of_it_in_its_order(rows: Rows, tokenize
     assert (counts.rows, counts.drawn_from) == (20, 500)
 
 
-def test_a_sample_is_as_large_as_the_limit_though_most_rows_are_left_out(rows: Rows, tokenizer: Tokenizer) -> None:
+def test_a_sample_is_as_large_as_the_limit_though_most_rows_are_dropped(rows: Rows, tokenizer: Tokenizer) -> None:
     few = [{"text": f"row {i}" if i % 10 == 0 else "the same"} for i in range(2000)]
     found = drawn(tokenizer, [rows("few.jsonl", *few)], 60)
     assert len({prompt.text for prompt in found.prompts}) == len(found.prompts) == 60

@@ -1,4 +1,4 @@
-"""`outrider data`: what would be learnt, and what is left out, before anything is spent."""
+"""`outrider data`: what would be learnt, and what is dropped, before anything is spent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chats(tmp_path: Path) -> Path:
     return file
 
 
-def test_check_counts_what_is_left_out_and_why(outrider: Command, recipe_file: Path, chats: Path) -> None:
+def test_check_counts_what_is_dropped_and_why(outrider: Command, recipe_file: Path, chats: Path) -> None:
     result = outrider("data", "check", recipe_file, f"data.prompts=[{chats}]", "--json")
     assert result.exit_code == 1, result.output
     answer = json.loads(result.stdout)
@@ -37,6 +37,7 @@ def test_check_counts_what_is_left_out_and_why(outrider: Command, recipe_file: P
     shown = " ".join(outrider("data", "check", recipe_file, f"data.prompts=[{chats}]").stdout.split())
     assert "row 3: `prompt` must be text, found 5." in shown
     assert "2 prompts; tokens of a prompt: median" in shown
+    assert source["raw_texts"] == 0
 
 
 def test_every_malformed_row_is_shown_by_its_line_as_far_as_a_hundred(
@@ -47,8 +48,9 @@ def test_every_malformed_row_is_shown_by_its_line_as_far_as_a_hundred(
     words = ["data", "check", recipe_file, f"data.prompts=[{chats}]"]
     [source] = json.loads(outrider(*words, "--json").stdout)["sources"]
     assert source["malformed"][0].startswith(f"{chats}, row 2: expected one of")
-    assert (source["dropped"]["malformed"], len(source["malformed"])) == (3, 3)
+    assert (source["dropped"]["malformed"], len(source["malformed"]), source["raw_texts"]) == (3, 3, 1)
     shown = outrider(*words).stdout
+    assert "1 rows are raw text, at which a target with a chat template may end at once" in shown
     assert all(place in shown for place in ("row 2: ", "line 3: ", "row 4: "))
     chats.write_text('{"text": "one"}\n' + '{"q": 1}\n' * 150)
     shown = outrider(*words).stdout
@@ -72,7 +74,7 @@ def test_a_file_without_any_good_row_says_why(outrider: Command, recipe_file: Pa
     """A wrong key in every row: the first mistake of most."""
     chats.write_text('{"q": "one"}\n{"q": "two"}\n')
     result = outrider("data", "check", recipe_file, f"data.prompts=[{chats}]")
-    failed(result, "none of its 2 rows can be used. Left out: 2 malformed rows. For example,", "row 1:", "found q.")
+    failed(result, "none of its 2 rows can be used. Dropped: 2 malformed. For example,", "row 1:", "found q.")
 
 
 def test_check_finds_prompts_that_are_measured(outrider: Command, recipe_file: Path) -> None:

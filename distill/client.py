@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError, http_client
-from ..common.runtime import require_extra
+from ..common.http_client import ModelList, read_answer
 from ..common.safe_load import MEGABYTE
 from ..common.terminal import visible
 from ..common.values import printable_urls
@@ -35,6 +36,7 @@ except ImportError:  # it comes with the extra `serving`
 _PASSING = {408, 409, 425, 429}
 _OUR_FAULT = {401, 402, 403}
 _ABOUT_QUESTION = {400, 413, 422}
+_SECONDS_TO_LIST = 10.0  # a server's models, at most: data.requests.timeout may be shorter
 _LARGEST_SEED = 2**31 - 1
 # An answer of ids and text, twice, with the ids of a long prompt; streamed, each token stands in a part of its own.
 _BYTES_AT_LEAST, _BYTES_OF_A_TOKEN = 8 * MEGABYTE, 1024
@@ -62,11 +64,6 @@ class DroppedError(Exception):
     def __init__(self, reason: str, about_form: bool = False):
         super().__init__(reason)
         self.about_form = about_form
-
-
-def require_client() -> None:
-    """Raise BadInputError if the client of servers is not installed."""
-    require_extra("serving", "data.servers")
 
 
 def read_key(variable: str) -> str:
@@ -108,13 +105,14 @@ class Completion:
     """A server's answer.
 
     Attributes:
+        is_text: the text is all that was written; of a chat's, servers take out thoughts and calls of tools.
         thought: the text that a server took out of a chat's answer, and sent beside it.
         tokens, asked: ids of the answer, and of the prompt as it was read; None where the server returns none.
         num_tokens, num_asked: how many there are, likewise.
         reason: why the answer ends; None for one that was cut off.
-        is_text: the text is all that was written; of a chat's, servers take out thoughts and calls of tools.
     """
 
+    is_text: bool = True
     text: str = ""
     thought: str = ""
     tokens: Tokens | None = None
@@ -122,12 +120,12 @@ class Completion:
     num_tokens: int | None = None
     num_asked: int | None = None
     reason: str | None = None
-    is_text: bool = True
 
     def add(self, body: Any) -> None:
         """Add a whole response, or a streamed part. ValueError, TypeError, AttributeError: it breaks its promises."""
         if usage := getattr(body, "usage", None):
-            self.num_tokens, self.num_asked = _count(usage.completion_tokens), _count(usage.prompt_tokens)
+            self.num_tokens = _count(usage.completion_tokens)
+            self.num_asked = _count(usage.prompt_tokens)
         self.asked = getattr(body, "prompt_token_ids", None) or self.asked
         for choice in body.choices[:1]:
             part = getattr(choice, "message", None) or getattr(choice, "delta", None)
@@ -142,6 +140,11 @@ class Completion:
             if ids is not None:
                 self.tokens = [*(self.tokens or ()), *ids]
             self.reason = choice.finish_reason or self.reason
+
+    def fits(self, tokens: Tokens) -> bool:
+        """Return whether these are as many tokens as the server counted, with the answer's end or without it."""
+        uncounted = 0 if self.num_tokens is None else self.num_tokens - len(tokens)
+        return uncounted == 0 or (uncounted == 1 and self.reason != "length")
 
 
 def _count(value: Any) -> int | None:
@@ -167,7 +170,10 @@ class Client:
         with_raw: bool,
         num_ids: int | None = None,
     ):
-        self.spec, self.tokenizer, self.ending, self.with_raw = spec, tokenizer, tuple(ending), with_raw
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.ending = tuple(ending)
+        self.with_raw = with_raw
         self.num_ids = num_ids
         self.key = read_key(spec.requests.key)
 
@@ -202,6 +208,12 @@ class Client:
         seed = (self.spec.sampling.seed * 1_000_003 + index * 1_009 + len(turns)) % _LARGEST_SEED
         return Question(prompt, tokens, next_messages(prompt, turns, self.tokenizer), seed)
 
+    async def first_model(self, api: openai.AsyncOpenAI) -> str:
+        """Return the first model that a server lists; raises as `complete`."""
+        async with self._understood(min(_SECONDS_TO_LIST, self.spec.requests.timeout), is_first=True):
+            answer = await api.with_options(max_retries=0).models.with_raw_response.list()
+            return read_answer(ModelList, answer.content, f"{api.base_url}models", self.key).data[0].id
+
     async def complete(self, api: openai.AsyncOpenAI, model: str, form: Form, question: Question) -> Completion:
         """Return the answer to one request, which `api` tries again after short faults.
 
@@ -209,33 +221,44 @@ class Client:
             PassingError: the server failed, was too slow, or broke off. RefusedError: it does not take the question.
             DroppedError: the question cannot be asked. BadInputError: it does not take us.
         """
-        interface, body = (api.chat.completions if form.chat else api.completions), self._body(model, form, question)
-        completion, timeout = Completion(is_text=not form.chat), self.spec.requests.timeout
-        try:
-            # The client's own limit is for each part of a reply: one that drips would never end.
-            async with asyncio.timeout(timeout):
-                reply = await interface.create(**body)
-                if self.spec.requests.stream:
-                    async for part in reply:
-                        completion.add(part)
-                else:
-                    completion.add(reply)
+        interface: Any = api.chat.completions if form.chat else api.completions
+        body = self._body(model, form, question)
+        completion = Completion(is_text=not form.chat)
+        # The client's own limit is for each part of a reply: one that drips would never end.
+        async with self._understood(self.spec.requests.timeout):
+            reply = await interface.create(**body)
+            if self.spec.requests.stream:
+                async for part in reply:
+                    completion.add(part)
+            else:
+                completion.add(reply)
             (completion.text + completion.thought).encode()  # half of a pair of surrogates is no text
-        except TimeoutError:
-            raise PassingError(f"no answer within {timeout:g} s") from None
-        except openai.APIStatusError as error:
-            raise self.of_status(error) from None
-        except openai.APIConnectionError as error:
-            raise PassingError(self.line(error.__cause__ or error), unreachable=_is_unreachable(error)) from None
-        except (openai.APIError, ValueError, TypeError, AttributeError) as error:  # not what the interface promises
-            raise PassingError(f"an answer that cannot be read ({self.line(error)})") from None
-        except Exception as error:  # a stream that breaks off raises what the library of the connection raises
-            raise PassingError(self.line(error)) from None
         if completion.reason is None:
             raise PassingError("an answer that was broken off")
         if http_client.repeats(completion.text + completion.thought, self.key):
             raise PassingError("an answer that repeats the key")
         return completion
+
+    @asynccontextmanager
+    async def _understood(self, seconds: float, is_first: bool = False) -> AsyncIterator[None]:
+        """Turn whatever goes wrong inside, or takes longer, into the errors of `complete`.
+
+        `is_first`: a server that does not even give a status is none.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise PassingError(f"no answer within {seconds:g} s", is_first) from None
+        except openai.APIStatusError as error:
+            raise self._of_status(error) from None
+        except openai.APIConnectionError as error:
+            unreachable = is_first or type(error.__cause__).__name__ in ("ConnectError", "ConnectTimeout")
+            raise PassingError(self.line(error.__cause__ or error), unreachable) from None
+        except (openai.APIError, ValueError, TypeError, AttributeError) as error:  # not what the interface promises
+            raise PassingError(f"an answer that cannot be read ({self.line(error)})", is_first) from None
+        except Exception as error:  # a stream that breaks off raises what the library of the connection raises
+            raise PassingError(self.line(error), is_first) from None
 
     def _body(self, model: str, form: Form, question: Question) -> dict[str, Any]:
         sampling = self.spec.sampling
@@ -265,13 +288,15 @@ class Client:
                 return text
         raise DroppedError("unwritable_prompt", about_form=True)
 
-    def of_status(self, error: openai.APIStatusError) -> Exception:
-        message = f"HTTP {error.status_code}, {self.line(error)}"
+    def _of_status(self, error: openai.APIStatusError) -> Exception:
+        where, message = error.request.url, f"HTTP {error.status_code}, {self.line(error)}"
         if error.status_code in _OUR_FAULT:
-            return BadInputError(f"the server refuses us: {message}")
+            variable = self.spec.requests.key
+            about_key = f"The key is read from ${variable}, which is {'set' if self.key else 'not set'}."
+            return BadInputError(f"{where} refuses us: {message} {about_key}")
         if error.response.has_redirect_location:
             to = printable_urls(http_client.without_key(error.response.headers["location"], self.key)[:4000])[:200]
-            return BadInputError(f"the server redirects to {to!a}, which is not followed; give the URL itself.")
+            return BadInputError(f"{where} redirects to {to!a}, which is not followed; give the URL itself.")
         if error.status_code in _PASSING or error.status_code >= 500:
             return PassingError(message)
         return RefusedError(message, error.status_code in _ABOUT_QUESTION)
@@ -282,15 +307,13 @@ class Client:
         context = list(question.tokens)
         if (read is not None and read != context) or num_read not in (None, len(context)):
             raise DroppedError("other_prompt", about_form=True)  # the server rendered or read something else
-        uncounted = (read, num_read) == (None, None) or (completion.tokens, completion.num_tokens) == (None, None)
+        own = completion.tokens
+        uncounted = (read, num_read) == (None, None) or (own, completion.num_tokens) == (None, None)
         if uncounted and (form.chat or not form.ids):  # whether text is read as it was written would not show
             raise DroppedError("uncounted", about_form=True)
         # A tool's call ends as any other answer does, but its text is in other fields.
-        if completion.reason not in ("stop", "length") and (
-            completion.reason != "tool_calls" or completion.tokens is None
-        ):
+        if completion.reason not in ("stop", "length") and (completion.reason != "tool_calls" or own is None):
             raise DroppedError("unfinished")
-        own = completion.tokens
         tokens = self._read_again(completion, question) if own is None else list(own)
         self._check(tokens, completion, question)
         # The end token is counted by some servers, and never in the text; returned ids are all that are counted.
@@ -314,7 +337,7 @@ class Client:
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         # The text that came with ids is read in them by the local tokenizer, too.
         is_read = completion.tokens is None or not completion.is_text or _bare(completion.text) == _bare(text)
-        if not is_read or not _fits(tokens, completion):
+        if not is_read or not completion.fits(tokens):
             raise DroppedError("other_tokens")
 
     def _read_again(self, completion: Completion, question: Question) -> Tokens:
@@ -324,18 +347,18 @@ class Client:
         """
         context = list(question.tokens)
         before = str(self.tokenizer.decode(context, clean_up_tokenization_spaces=False))
-        whole = list(self.tokenizer(before + completion.text, add_special_tokens=False)["input_ids"])
-        if whole[: len(context)] == context:
-            tokens = whole[len(context) :]
+        tokens = list(self.tokenizer(before + completion.text, add_special_tokens=False)["input_ids"])
+        if tokens[: len(context)] == context:
+            tokens = tokens[len(context) :]
         else:
             tokens = list(self.tokenizer(completion.text, add_special_tokens=False)["input_ids"])
         text = str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         if text != completion.text and text.lstrip(" ") != completion.text:
             raise DroppedError("unreadable_text")
-        if _fits(tokens, completion):
+        if completion.fits(tokens):
             return tokens
         written = [] if completion.is_text else self._template_answer(completion, question)[0]
-        if not written or not _fits(written, completion):
+        if not written or not completion.fits(written):
             raise DroppedError("other_tokens")
         return written
 
@@ -348,22 +371,6 @@ class Client:
         return template_answer(question.prompt, question.messages, answer, self.tokenizer, self.ending)
 
 
-def _fits(tokens: Tokens, completion: Completion) -> bool:
-    """Return whether these are as many tokens as a server counted, with the answer's end or without it."""
-    uncounted = 0 if completion.num_tokens is None else completion.num_tokens - len(tokens)
-    return uncounted == 0 or (uncounted == 1 and completion.reason != "length")
-
-
 def _bare(text: str) -> str:
     """Return a text without what servers add or take away at its edges: spaces, and half of a character."""
     return text.strip().rstrip("\ufffd").strip()
-
-
-def _is_unreachable(error: BaseException) -> bool:
-    """Tell whether no connection came about at all."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if type(cause).__name__ in ("ConnectError", "ConnectTimeout") or isinstance(cause, ConnectionRefusedError):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False

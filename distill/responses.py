@@ -27,14 +27,14 @@ from ..common.file_process_group import LaunchGroup
 from ..common.locks import locked
 from ..common.places import COMPARISON, RUN, TRAINED, mark, require_place
 from ..common.progress import progress
-from ..common.runtime import versions
+from ..common.runtime import require_extra, versions
 from ..heads import HEADS
 from ..recipes import DataSpec, Recipe, TargetSpec
 from ..targets import Fingerprint, Target, config_only_target
 from ..targets.config_only import target_without_layers
 from ..targets.images import PromptImage
 from ..targets.sharding import processes
-from .client import read_key, require_client
+from .client import read_key
 from .conversation import Supervised, given_sequences, sequences, why_ended
 from .data_set import (
     IMAGES,
@@ -86,7 +86,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     if spec.responses is None:
         check_sources(spec.prompts)
     if spec.servers is not None:
-        require_client()
+        require_extra("serving", "data.servers")
         read_key(spec.requests.key)
     target, folder = target or target_of(recipe), data_folder(recipe)
     with launch_group(recipe.output_folder) as group:
@@ -310,7 +310,7 @@ class _ResponsesBuilder:
                 "target's tokenizer and chat template?"
             )
         if words:
-            _log.warning("of %d responses some are left out: %s", len(self.prompts), words)
+            _log.warning("of %d responses some are dropped: %s", len(self.prompts), words)
         for sentence in answers_in_words(counts, self.spec):
             _log.warning("%s", sentence)
 
@@ -343,7 +343,7 @@ def answers_in_words(counts: Mapping[str, int], spec: DataSpec) -> list[str]:
             "by no end token of the target, or raw text may end by several. They are learnt without an end."
         )
     if unlearnable:
-        lines.append(f"the chat template leaves {unlearnable} answers out, after one of the same turn for example.")
+        lines.append(f"the chat template writes {unlearnable} answers nowhere, after one of the same turn for example.")
     return lines
 
 

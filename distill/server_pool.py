@@ -16,11 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..common import BadInputError
-from ..common.http_client import ModelList, read_answer
 from ..common.progress import Advance
 from ..recipes import DataSpec
 from ..targets import Target
-from .client import Client, DroppedError, Form, PassingError, Question, RefusedError, openai
+from .client import Client, DroppedError, Form, PassingError, Question, RefusedError
 from .conversation import next_question
 from .decoding import longest_question
 from .journal import Answer, Journal, RemainingWork, Tokens
@@ -29,7 +28,6 @@ from .prompt_table import Prompt
 SECONDS_BETWEEN_FILES, ANSWERS_OF_A_FILE = 5.0, 256
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # before a server that was put aside is asked again
 FAILURES_IN_A_ROW = 8  # after which a server is put aside; at once, if it cannot be reached
-_SECONDS_TO_LIST = 10.0  # its models, at most: data.requests.timeout may be shorter
 _TRIES = 2  # that the client makes beside the first, of what fails for a moment, before an attempt counts as failed
 
 _log = logging.getLogger(__name__)
@@ -69,36 +67,38 @@ class _Server:
     """
 
     def __init__(self, url: str, concurrency: int, client: Client):
-        self.url, self.concurrency, self.client = url.rstrip("/"), concurrency, client
-        requests = client.spec.requests
-        base = self.url if self.url.endswith("/v1") else f"{self.url}/v1"
-        self.api = client.connection(base, _TRIES)
-        self.model = requests.model or ""
+        self.url = url.rstrip("/")
+        self.concurrency = concurrency
+        self.client = client
+        self.api = client.connection(self.url if self.url.endswith("/v1") else f"{self.url}/v1", _TRIES)
+        self.model = client.spec.requests.model or ""
         self.form: Form | None = None
-        self.is_up, self.last_answer, self.failures, self.last_error = False, time.monotonic(), 0, ""
+        self.is_up = False
+        self.last_answer = time.monotonic()
+        self.failures = 0
+        self.last_error = ""
         self._gate = asyncio.Lock()
 
     async def ask(self, question: Question) -> Tokens:
         """Return the tokens of its answer; raises as `Client.complete` and `Client.tokens`."""
         assert self.form is not None  # it has been up
         try:
-            return await self._complete(self.form, question)
+            return await self._tokens(self.form, question)
         except RefusedError as error:
             if error.about_question:
                 raise
             raise PassingError(str(error)) from None  # it took others before
 
-    async def _complete(self, form: Form, question: Question) -> Tokens:
-        try:
-            completion = await self.client.complete(self.api, self.model, form, question)
-        except BadInputError as error:
-            raise BadInputError(f"{self.url}: {error} {self._about_key()}") from None
-        self.failures, self.last_answer = 0, time.monotonic()
+    async def _tokens(self, form: Form, question: Question) -> Tokens:
+        completion = await self.client.complete(self.api, self.model, form, question)
+        self.failures = 0
+        self.last_answer = time.monotonic()
         return self.client.tokens(completion, question, form)
 
     def failed(self, error: PassingError) -> None:
         """Count a failure; after several in a row, or if it cannot be reached, the server is put aside."""
-        self.failures, self.last_error = self.failures + 1, str(error)
+        self.failures += 1
+        self.last_error = str(error)
         if self.is_up and (error.unreachable or self.failures >= FAILURES_IN_A_ROW):
             self.is_up = False
             _log.warning("%s does not answer (%s); the others go on, and it is tried again.", self.url, error)
@@ -121,18 +121,25 @@ class _Server:
         Raises:
             PassingError: it does not answer. BadInputError: it never will.
         """
-        self.model = self.model or await self._first_model()
+        try:
+            self.model = self.model or await self.client.first_model(self.api)
+        except RefusedError as error:
+            raise PassingError(str(error)) from None
         refused = []
         for form in self.client.forms(question.prompt) if self.form is None else [self.form]:
             try:
-                await self._complete(form, question)
-            except (RefusedError, DroppedError) as error:
-                if not isinstance(error, DroppedError) or error.about_form:
+                await self._tokens(form, question)
+            except RefusedError as error:
+                refused.append(f"{form}: {error}")
+                continue
+            except DroppedError as error:
+                if error.about_form:  # otherwise the answer to another question may be fine
                     refused.append(f"{form}: {error}")
-                    continue  # otherwise the answer to another question may be fine
+                    continue
             if self.form is None:
                 _log.info("%s (%s) is asked for %s", self.url, self.model, form)
-            self.form, self.is_up = form, True
+            self.form = form
+            self.is_up = True
             return
         if self.form is not None:
             raise PassingError("; ".join(refused))
@@ -140,29 +147,6 @@ class _Server:
             f"{self.url} cannot be asked in any way ({'; '.join(refused) or 'there is none'}). Raw text needs "
             "completions; top_k, min_p, repetition_penalty and template need a server that knows them, such as vLLM."
         )
-
-    async def _first_model(self) -> str:
-        """Return the first model that the server lists."""
-        seconds = min(_SECONDS_TO_LIST, self.client.spec.requests.timeout)
-        try:
-            async with asyncio.timeout(seconds):
-                answer = await self.api.with_options(max_retries=0).models.with_raw_response.list()
-            return read_answer(ModelList, answer.content, f"{self.url}/v1/models", self.client.key).data[0].id
-        except openai.APIStatusError as error:
-            if error.response.has_redirect_location:
-                raise BadInputError(f"{self.url}: {self.client.of_status(error)}") from None
-            if error.status_code in (401, 403):
-                line = self.client.line(error)
-                raise BadInputError(f"{self.url} refuses us: {line}. {self._about_key()}") from None
-            raise PassingError(f"HTTP {error.status_code}") from None
-        except TimeoutError:
-            raise PassingError(f"no list of models within {seconds:g} s", unreachable=True) from None
-        except Exception as error:  # a broken connection raises what its libraries raise
-            raise PassingError(self.client.line(error.__cause__ or error), unreachable=True) from None
-
-    def _about_key(self) -> str:
-        variable = self.client.spec.requests.key
-        return f"The key is read from ${variable}, which is {'set' if self.client.key else 'not set'}."
 
 
 @dataclass
@@ -253,7 +237,7 @@ class _ServerRun:
         except DroppedError as error:
             answer = Answer(job.index, dropped=str(error))
         except RefusedError as error:
-            _log.warning("%s is left out: the server refuses it (%s)", prompt.id, error)
+            _log.warning("%s is dropped: the server refuses it (%s)", prompt.id, error)
             answer = Answer(job.index, dropped="refused")
         except PassingError as error:
             server.failed(error)

@@ -62,7 +62,7 @@ def test_every_kind_of_server_gives_the_data_set_of_our_own_decoder(
 
 
 def test_of_a_server_of_texts_only_what_is_certain_is_kept(place: Place, start_server: Start) -> None:
-    """A text that has other tokens when it is read again is left out, never guessed."""
+    """A text that has other tokens when it is read again is dropped, never guessed."""
     target = Target.load("embedded", dtype="float32", device="cpu")
     server = start_server(target=target, ids=False)
     folder = distill(place.recipe("served", server), target)
@@ -149,7 +149,7 @@ def test_a_busy_server_is_left_alone_for_a_while(place: Place, start_server: Sta
     assert len(rows(folder)) == len(TEXTS)
 
 
-def test_refused_prompts_and_other_texts_are_left_out_and_counted(
+def test_refused_prompts_and_other_texts_are_dropped_and_counted(
     place: Place, start_server: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     def spoil(choice: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ def test_refused_prompts_and_other_texts_are_left_out_and_counted(
     assert counts["other_tokens_responses"] >= 1
     assert len(rows(folder)) == counts["sequences"] == len(TEXTS) - 1 - counts["other_tokens_responses"]
     assert "the server refuses it (HTTP 400, " in caplog.text
-    assert "some are left out: " in caplog.text
+    assert "some are dropped: " in caplog.text
 
 
 def test_another_template_is_found_out(place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,11 @@ and so has each token that the target only read.
 
 Rows with images name them by their digests; the files lie in the folder `images` of the data set, each once.
 
-From the counts of its tokens come pruned draft vocabularies: the target's most frequent tokens. The same counts and
-size give the same tokens, and the same digest.
-
-Shapes: T tokens of a row, V vocabulary, V' draft vocabulary.
+Shapes: T tokens of a row.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,17 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-import torch
 from datasets import Dataset, Features, List, Value, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import MemoryMappedTable
 from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from torch import Tensor
 
 from ..common import BadInputError, digests
 from ..common.atomic import replacing_folder, working_name, write_atomically
 from ..common.safe_load import read_json, read_text
-from ..heads.vocabulary import by_frequency, most_frequent
 from ..targets import Target
 from ..targets.images import PromptImage, StoredImages
 
@@ -49,7 +42,6 @@ DEPTHS = "depths"  # the column of a data set for which a drafter speculated
 IMAGES = "images"  # the column of a data set with images, and the folder of their files
 ROUNDS = "rounds"  # the drafters in its provenance, with the number of prompts of each
 COLUMNS = tuple(_FEATURES)
-NUM_SIZES = 7  # of the vocabularies that are compared
 
 
 @dataclass(frozen=True)
@@ -216,51 +208,3 @@ def depths_of_rows(masks: Sequence[Sequence[int]], rounds: Sequence[Sequence[int
         raise ValueError(f"{count} tokens were answered, and rounds emitted {len(waiting)}.")
     left = iter(waiting)
     return [[next(left) if answered else 0 for answered in mask] for mask in masks]
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The most frequent tokens.
-
-    Attributes:
-        token_ids: ascending, `[V']`.
-        digest: SHA-256 of the ids.
-        coverage: share of the counted tokens that it holds.
-    """
-
-    token_ids: Tensor
-    digest: str
-    coverage: float
-
-    @classmethod
-    def of(cls, counts: Tensor, size: int) -> Vocabulary:
-        """Return the vocabulary of drafters with `draft_vocab_size: <size>`. BadInputError: nothing was counted."""
-        total = int(counts.sum())
-        check_size(size, len(counts))
-        if not total:
-            raise BadInputError("a draft vocabulary needs counts, and there is not one token in the responses.")
-        ids = most_frequent(counts, size, "vocabulary")
-        return cls(ids, digest_tokens(ids), int(counts[ids].sum()) / total)
-
-
-def check_size(size: int, vocab_size: int) -> None:
-    """Raise BadInputError if a target of `vocab_size` tokens has no draft vocabulary of `size`."""
-    if not 1 <= size <= vocab_size:
-        raise BadInputError(f"a draft vocabulary has between 1 and the target's {vocab_size} tokens, found {size}.")
-
-
-def digest_tokens(token_ids: Tensor) -> str:
-    """Return the SHA-256 of token ids `[V']` in ascending order, eight bytes each, little-endian."""
-    return hashlib.sha256(token_ids.sort().values.cpu().numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def ranks(counts: Tensor) -> Tensor:
-    """Return each token's place by frequency, `[V]`: those below n are the vocabulary of size n."""
-    order = by_frequency(counts)
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-
-
-def usual_sizes(vocab_size: int, also: Sequence[int] = ()) -> list[int]:
-    """Return the powers of two below the whole vocabulary, the largest few of them, it, and `also`; ascending."""
-    powers = [2**k for k in range(vocab_size.bit_length()) if 2**k < vocab_size][-NUM_SIZES:]
-    return sorted({*powers, vocab_size, *also})

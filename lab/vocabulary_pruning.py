@@ -4,20 +4,77 @@ With p the target's distribution and K the vocabulary, Σ min(p, q) <= p(K) for 
 it: so 1 − p(K), the mass outside, is the acceptance that pruning takes from a perfect drafter at temperature 1. At
 temperature 0 it is the share of positions whose most probable token lies outside.
 
-Shapes: B rows, T tokens, V vocabulary, P positions, S sizes, N rows in all.
+A pruned vocabulary holds the target's most frequent tokens: the same counts and size give the same tokens, and the same
+digest.
+
+Shapes: B rows, T tokens, V vocabulary, V' draft vocabulary, P positions, S sizes, N rows in all.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..common import BadInputError
 from ..eval.reports.figures import Interval, Ratio, ReportModel
 from ..eval.reports.statistics import Bootstrap, Floats
+from ..heads.vocabulary import by_frequency, most_frequent
 from ..targets import Target
+
+NUM_SIZES = 7  # of the vocabularies that are compared
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The most frequent tokens.
+
+    Attributes:
+        token_ids: ascending, `[V']`.
+        digest: SHA-256 of the ids.
+        coverage: share of the counted tokens that it holds.
+    """
+
+    token_ids: Tensor
+    digest: str
+    coverage: float
+
+    @classmethod
+    def of(cls, counts: Tensor, size: int) -> Vocabulary:
+        """Return the vocabulary of drafters with `draft_vocab_size: <size>`. BadInputError: nothing was counted."""
+        total = int(counts.sum())
+        check_size(size, len(counts))
+        if not total:
+            raise BadInputError("a draft vocabulary needs counts, and there is not one token in the responses.")
+        ids = most_frequent(counts, size, "vocabulary")
+        return cls(ids, digest_tokens(ids), int(counts[ids].sum()) / total)
+
+
+def check_size(size: int, vocab_size: int) -> None:
+    """Raise BadInputError if a target of `vocab_size` tokens has no draft vocabulary of `size`."""
+    if not 1 <= size <= vocab_size:
+        raise BadInputError(f"a draft vocabulary has between 1 and the target's {vocab_size} tokens, found {size}.")
+
+
+def digest_tokens(token_ids: Tensor) -> str:
+    """Return the SHA-256 of token ids `[V']` in ascending order, eight bytes each, little-endian."""
+    return hashlib.sha256(token_ids.sort().values.cpu().numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def ranks(counts: Tensor) -> Tensor:
+    """Return each token's place by frequency, `[V]`: those below n are the vocabulary of size n."""
+    order = by_frequency(counts)
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+
+
+def usual_sizes(vocab_size: int, also: Sequence[int] = ()) -> list[int]:
+    """Return the powers of two below the whole vocabulary, the largest few of them, it, and `also`; ascending."""
+    powers = [2**k for k in range(vocab_size.bit_length()) if 2**k < vocab_size][-NUM_SIZES:]
+    return sorted({*powers, vocab_size, *also})
 
 
 def measure_pruning(

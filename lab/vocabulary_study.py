@@ -17,7 +17,6 @@ from ..common.digests import write_json
 from ..common.locks import locked
 from ..common.progress import progress
 from ..distill import distill, load_responses
-from ..distill.data_set import Vocabulary, check_size, ranks, usual_sizes
 from ..eval.reports import plots
 from ..eval.reports.figures import Interval
 from ..eval.reports.render import fitted, print_table
@@ -26,7 +25,15 @@ from ..heads import drafter_config
 from ..recipes import Recipe
 from ..targets import Target
 from ..train.data import IGNORED, Rows, collate, split, token_counts
-from .vocabulary_pruning import VocabularyReport, measure_pruning, size_figures
+from .vocabulary_pruning import (
+    Vocabulary,
+    VocabularyReport,
+    check_size,
+    measure_pruning,
+    ranks,
+    size_figures,
+    usual_sizes,
+)
 
 BATCH_SIZE = 8
 _PATIENCE = 60.0  # seconds that a finished study waits for another one in the same folder

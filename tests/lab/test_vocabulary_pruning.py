@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.distill.data_set import ranks
 from outrider.heads.losses import TargetDistribution, compare, divergence
-from outrider.lab.vocabulary_pruning import measure_pruning, size_figures
+from outrider.lab.vocabulary_pruning import measure_pruning, ranks, size_figures
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions

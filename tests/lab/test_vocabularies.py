@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from outrider.common import BadInputError
-from outrider.distill.data_set import Vocabulary, digest_tokens, ranks, usual_sizes
 from outrider.heads.vocabulary import most_frequent
+from outrider.lab.vocabulary_pruning import Vocabulary, digest_tokens, ranks, usual_sizes
 
 COUNTS = torch.tensor([5, 0, 3, 3, 9, 0])  # by frequency: 4, 0, 2, 3 (equal counts: the lower id first), 1, 5
 

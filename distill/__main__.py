@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Distil a recipe; return the exit code (see `run_command`)."""
-    from .process_group import recipe_parser, run_command
+    from .command import recipe_parser, run_command
 
     parser = recipe_parser("distill", "Let the target answer the recipe's prompts.", "data.limit=100")
     return run_command("distill", parser, arguments, _distill)

@@ -1,8 +1,8 @@
-"""Hidden states of an engine, trusted only after they were compared: each fault is named before anything is learnt.
+"""Checks of an engine's hidden states: they are trusted only after they were compared, and each fault has a name.
 
-Of every row: the facts that the connector tells, the digest, the tokens, their number, and the logits at its last
-position against the engine's own next token. Of some rows of each start of an engine: the logits at every position,
-and all taps against a plain forward where the target fits this machine.
+Of every row: the engine's facts, the digest, the tokens, their number, and the logits at its last position against the
+engine's own next token. Of some rows of each start of an engine: the logits at every position, and all taps against a
+plain forward where the target fits this machine.
 
 Shapes: T tokens, K taps without the last, H hidden size, V vocabulary, N layers.
 """
@@ -47,7 +47,7 @@ class EngineRow:
 
     Attributes:
         states: `[T, K + 1, H]`, the last one before the final norm. token_ids: `[T]`.
-        next_token, logprob: the engine's own next token, and its log-probability; None where it tells none.
+        next_token, logprob: the engine's own next token, and its log-probability; None where it gives none.
         prompt_logprobs: `[T − 1]`, of each token after the first one; None where they were not asked for.
     """
 
@@ -59,65 +59,62 @@ class EngineRow:
     prompt_logprobs: Tensor | None = None
 
 
+def require(is_right: bool, fault: Fault, message: str) -> None:
+    """Raise UntrustedStatesError unless something is right."""
+    if not is_right:
+        raise UntrustedStatesError(fault, message)
+
+
 def check_facts(facts: EngineFacts, expected: EngineFacts, is_again: bool, ended: Container[str] = ()) -> None:
     """Refuse an engine that was started otherwise than it must be; `is_again` if an earlier start was trusted.
 
     `ended` are instances whose files must not be read any more.
     """
-    if facts.instance in ended:
-        raise UntrustedStatesError("stale states", "they are of an engine that has ended. Clear its folder.")
-    if facts.weights != expected.weights:
-        if is_again:
-            raise UntrustedStatesError(
-                "engine restarted with other weights",
-                "after a restart its checkpoint is another one. Start it with the target's again.",
-            )
-        raise UntrustedStatesError("another checkpoint", "its files are not those of target.path.")
-    if facts.quantization != expected.quantization:
-        raise UntrustedStatesError(
-            "quantised target",
-            f"it serves weights quantised as {facts.quantization or 'none'!r}, target.path holds "
-            f"{expected.quantization or 'none'!r}. A quantised target is another target: name that one.",
-        )
-    if facts.num_layers != expected.num_layers or facts.layers != expected.layers:
-        fault: Fault = "order of taps" if sorted(facts.layers) == sorted(expected.layers) else "layer numbering"
-        raise UntrustedStatesError(
-            fault,
-            f"it writes hidden_states{list(facts.layers)} of {facts.num_layers} layers, {list(expected.layers)} of "
-            f"{expected.num_layers} are needed. Start it with those (outrider plan prints the command).",
-        )
-    if facts.dtype != expected.dtype:
-        raise UntrustedStatesError("precision", f"it computes in {facts.dtype}, the target is {expected.dtype}.")
+    require(facts.instance not in ended, "stale states", "their engine has ended. Clear its folder.")
+    has_weights = facts.weights == expected.weights
+    again = "after a restart its checkpoint is another one. Start it with the target's again."
+    require(has_weights or not is_again, "engine restarted with other weights", again)
+    require(has_weights, "another checkpoint", "its files are not those of target.path.")
+    require(
+        facts.quantization == expected.quantization,
+        "quantised target",
+        f"it serves weights quantised as {facts.quantization or 'none'!r}, target.path holds "
+        f"{expected.quantization or 'none'!r}. A quantised target is another target: name that one.",
+    )
+    require(
+        (facts.num_layers, facts.layers) == (expected.num_layers, expected.layers),
+        "order of taps" if sorted(facts.layers) == sorted(expected.layers) else "layer numbering",
+        f"it writes hidden_states{list(facts.layers)} of {facts.num_layers} layers, {list(expected.layers)} of "
+        f"{expected.num_layers} are needed. Start it with those (outrider plan prints the command).",
+    )
+    dtypes = f"it computes in {facts.dtype}, the target is {expected.dtype}."
+    require(facts.dtype == expected.dtype, "precision", dtypes)
 
 
 def check_tokens(row: EngineRow, asked: Tensor, hidden_size: int) -> None:
-    """Refuse states that are not of all tokens `asked` `[T]`, one for each, in the precision that was said."""
-    if row.states.dim() != 3 or row.states.shape[2] != hidden_size or row.token_ids.dim() != 1:
-        shape = f"{tuple(row.states.shape)}, expected [tokens, taps, {hidden_size}]"
-        raise UntrustedStatesError("altered file", f"the shape of the states is {shape}.")
-    said, count = row.token_ids, row.states.shape[0]
-    if len(said) != count:
-        raise UntrustedStatesError("truncated row", f"{count} states for {len(said)} tokens.")
-    if len(said) < len(asked) and torch.equal(said, asked[len(asked) - len(said) :]):
-        missing = len(asked) - len(said)
-        fault: Fault = "missing first token" if missing == 1 else "cached prefix"
-        raise UntrustedStatesError(fault, f"the states of the first {missing} of {len(asked)} tokens are not there.")
-    if len(said) < len(asked) and torch.equal(said, asked[: len(said)]):
-        raise UntrustedStatesError("truncated row", f"{len(said)} of {len(asked)} tokens have states.")
-    if not torch.equal(said, asked):
-        raise UntrustedStatesError(
-            "another request's states", f"they are of {len(said)} other tokens than the {len(asked)} that were asked."
-        )
-    taps, layers = row.states.shape[1], row.facts.layers
-    if taps != len(layers):
-        raise UntrustedStatesError("layer numbering", f"{taps} states of each token, {len(layers)} are expected.")
-    held = str(row.states.dtype).removeprefix("torch.")
-    if held == "float32" and torch.equal(row.states, row.states.bfloat16().float()):
+    """Refuse states that are not of all tokens `asked` `[T]`, one for each, in the precision of the facts."""
+    states, found = row.states, row.token_ids
+    is_table = states.dim() == 3 and states.shape[2] == hidden_size and found.dim() == 1
+    shape = f"the shape of the states is {tuple(states.shape)}, expected [tokens, taps, {hidden_size}]."
+    require(is_table, "altered file", shape)
+    count, layers, missing = states.shape[0], row.facts.layers, len(asked) - len(found)
+    require(len(found) == count, "truncated row", f"{count} states for {len(found)} tokens.")
+    require(
+        missing <= 0 or not torch.equal(found, asked[missing:]),
+        "missing first token" if missing == 1 else "cached prefix",
+        f"the states of the first {missing} of {len(asked)} tokens are not there.",
+    )
+    is_beginning = missing > 0 and torch.equal(found, asked[: len(found)])
+    require(not is_beginning, "truncated row", f"{len(found)} of {len(asked)} tokens have states.")
+    others = f"they are of {len(found)} other tokens than the {len(asked)} that were asked."
+    require(torch.equal(found, asked), "another request's states", others)
+    taps = f"{states.shape[1]} states of each token, {len(layers)} are expected."
+    require(states.shape[1] == len(layers), "layer numbering", taps)
+    held = str(states.dtype).removeprefix("torch.")
+    if held == "float32" and torch.equal(states, states.bfloat16().float()):
         held = "float32 with bfloat16's digits"
-    if held != row.facts.dtype:
-        raise UntrustedStatesError("precision", f"they are {held}, expected {row.facts.dtype}.")
-    if not torch.isfinite(row.states).all():
-        raise UntrustedStatesError("altered file", "they hold numbers that are not finite.")
+    require(held == row.facts.dtype, "precision", f"they are {held}, expected {row.facts.dtype}.")
+    require(bool(torch.isfinite(states).all()), "altered file", "they hold numbers that are not finite.")
 
 
 @torch.no_grad()
@@ -126,9 +123,10 @@ def check_next_token(target: Target, row: EngineRow) -> None:
     logits = target.lm_head(target.final_norm(row.states[-1:, -1].to(target.device))).float().log_softmax(-1)[0]
     if row.next_token >= len(logits):
         raise _explained(target, row, [False])
-    room = LOGPROB_TOLERANCE[row.states.dtype]
-    given = row.logprob if row.logprob is not None else float(logits.max())
-    if abs(float(logits[row.next_token]) - given) > 4 * room or float(logits.max() - logits[row.next_token]) > 4 * room:
+    own, best = float(logits[row.next_token]), float(logits.max())
+    given = best if row.logprob is None else row.logprob
+    room = 4 * LOGPROB_TOLERANCE[row.states.dtype]
+    if abs(own - given) > room or best - own > room:
         raise _explained(target, row, [False])
 
 
@@ -150,14 +148,13 @@ def _fits(target: Target, row: EngineRow, last: Tensor, norm: bool = True) -> li
         states = states.to(target.device)
         found = target.lm_head(target.final_norm(states) if norm else states).float().log_softmax(-1)
         parts.append(found.gather(1, tokens[:, None].to(target.device))[:, 0].cpu())
-    own = torch.cat(parts)
-    apart = (own - row.prompt_logprobs).abs()
+    apart = (torch.cat(parts) - row.prompt_logprobs).abs()
     # One position may differ by more than rounding does in the mean, where the probability is very small.
     return (apart <= LOGPROB_TOLERANCE[row.states.dtype] * (4 + row.prompt_logprobs.abs())).tolist()
 
 
 def _explained(target: Target, row: EngineRow, fits: Sequence[bool]) -> UntrustedStatesError:
-    """Return the error that says why logits differ at the positions that do not fit."""
+    """Return the error for logits that differ at the positions that do not fit."""
     if row.prompt_logprobs is not None and all(_fits(target, row, row.states[:-1, -1], norm=False)):
         return UntrustedStatesError("normed last state", "the last ones are after the final norm, which is ours to do.")
     if len(fits) > 2 and fits[-1] and not fits[0]:
@@ -172,7 +169,7 @@ def _explained(target: Target, row: EngineRow, fits: Sequence[bool]) -> Untruste
 
 @torch.inference_mode()
 def check_forward(whole: Target, row: EngineRow) -> None:
-    """Refuse a row whose taps are not those of a plain forward of the `whole` target, and say which ones they are.
+    """Refuse a row whose taps are not those of a plain forward of the `whole` target, and name the layers they are.
 
     Whatever rounding does, no other layer may be nearer.
     """
@@ -184,35 +181,36 @@ def check_forward(whole: Target, row: EngineRow) -> None:
     for place, layer in enumerate(layers):
         apart = torch.stack([_apart(row.states[:, place].float(), hidden[:, i]) for i in every])  # [N, T]
         medians = apart.median(dim=1).values
-        nearest = int(medians.argmin())
-        if medians[nearest] < min(float(medians[layer]), room):  # layers that change nothing are as near as each other
-            fault: Fault = "order of taps" if nearest in layers else "layer numbering"
-            raise UntrustedStatesError(fault, f"what it says is hidden_states[{layer}] is hidden_states[{nearest}].")
-        if _fits_forward(apart[layer], room):
-            continue
-        raise UntrustedStatesError(
+        nearest, own = int(medians.argmin()), float(medians[layer])
+        require(
+            float(medians[nearest]) >= min(own, room),  # layers that change nothing are as near as each other
+            "order of taps" if nearest in layers else "layer numbering",
+            f"what is named hidden_states[{layer}] is hidden_states[{nearest}].",
+        )
+        require(
+            _is_rounding(apart[layer], room),
             "another checkpoint",
-            f"hidden_states[{layer}] differs from a plain forward of target.path by {float(medians[layer]):.1e} "
-            f"(relative, in the median; {room:g} is rounding), at {int((apart[layer] > room).sum())} positions.",
+            f"hidden_states[{layer}] differs from a plain forward of target.path by {own:.1e} (relative, in the "
+            f"median; {room:g} is rounding), at {int((apart[layer] > room).sum())} positions.",
         )
     normed = whole.final_norm(row.states[:, -1].to(whole.device)).float().cpu()
-    if not _fits_forward(_apart(normed, out.last[0].float().cpu()), room):
-        raise UntrustedStatesError("another checkpoint", "the last states differ from a plain forward of target.path.")
+    is_same = _is_rounding(_apart(normed, out.last[0].float().cpu()), room)
+    require(is_same, "another checkpoint", "the last states differ from a plain forward of target.path.")
 
 
 def check_same(row: EngineRow, trusted: Tensor) -> None:
     """Refuse a row whose states are not those `[T, K + 1, H]` of an engine that is trusted, but for rounding."""
     room = STATE_TOLERANCE[row.states.dtype]
     apart = _apart(row.states.float(), trusted.float())  # [T, K + 1]
-    if not all(_fits_forward(tap, room) for tap in apart.unbind(1)):
-        raise UntrustedStatesError(
-            "another checkpoint",
-            "they differ from those that another engine, or an earlier start of this one, had for these tokens by "
-            f"{float(apart.median(dim=0).values.max()):.1e} (relative, in the median; {room:g} is rounding).",
-        )
+    require(
+        all(_is_rounding(tap, room) for tap in apart.unbind(1)),
+        "another checkpoint",
+        "they differ from those that another engine, or an earlier start of this one, had for these tokens by "
+        f"{float(apart.median(dim=0).values.max()):.1e} (relative, in the median; {room:g} is rounding).",
+    )
 
 
-def _fits_forward(apart: Tensor, room: float) -> bool:
+def _is_rounding(apart: Tensor, room: float) -> bool:
     """Return whether differences `[T]` are rounding: the median, and all but a few positions."""
     return float(apart.median()) <= room and float((apart <= room).float().mean()) >= _SHARE
 
@@ -220,13 +218,3 @@ def _fits_forward(apart: Tensor, room: float) -> bool:
 def _apart(one: Tensor, other: Tensor) -> Tensor:
     """Return how far states `[..., H]` differ, relative to the norm of `other`, `[...]`."""
     return (one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-6)
-
-
-def check_template(theirs: Sequence[int], ours: Sequence[int]) -> None:
-    """Refuse an engine that reads a chat as other tokens than the target's own template makes."""
-    if list(theirs) != list(ours):
-        raise UntrustedStatesError(
-            "another template",
-            f"it makes {len(theirs)} tokens of a chat of which target.path makes {len(ours)}. Start it without "
-            "--chat-template and --tokenizer of its own.",
-        )

@@ -15,7 +15,6 @@ import os
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -77,6 +76,12 @@ class _PrefilledRow(ForeignModel):
     logprobs: _NextLogprobs | None = None
     prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
 
+    def prompt_logprobs_of(self, tokens: Sequence[int]) -> Tensor | None:
+        """Return the log-probability of each token after the first one, `[T − 1]`; None unless all are there."""
+        pairs = zip(self.prompt_logprobs or [], tokens, strict=False)
+        found = [entry.logprob if (entry := (one or {}).get(str(token))) else None for one, token in pairs][1:]
+        return torch.tensor(found) if found and None not in found else None
+
 
 class _PrefillAnswer(ForeignModel):
     """The answer of `/v1/completions`, with the place of the states."""
@@ -90,7 +95,7 @@ class _TokenizedChat(ForeignModel):
 
 
 def states_words(spec: EngineSpec, layers: Sequence[int], folder: str) -> list[str]:
-    """Return what a vLLM's command line says so that it writes hidden states.
+    """Return the vLLM flags that export hidden states.
 
     Args:
         layers: HF `hidden_states` indices, the number of layers for the last state before the norm. vLLM sorts them.
@@ -107,7 +112,7 @@ def states_words(spec: EngineSpec, layers: Sequence[int], folder: str) -> list[s
 
 
 def plain_words(recipe: Recipe, target: Target, longest: int = 0) -> list[str]:
-    """Return what a vLLM's command line says of the recipe's target, whose `longest` row has that many tokens."""
+    """Return the vLLM flags that serve the recipe's target, whose `longest` row has that many tokens."""
     data, spec = recipe.data, recipe.target.engine
     longest = max(longest, data.max_prompt_tokens + data.max_new_tokens) + 1
     limit = getattr(target.config, "max_position_embeddings", None)
@@ -125,7 +130,7 @@ def _folder_of(recipe: Recipe) -> Path:
 
 
 class GivenUpError(Exception):
-    """Nobody waits for the states any more."""
+    """The states are not needed any more."""
 
 
 def _started(
@@ -137,12 +142,12 @@ def _started(
     python = str(python_of(Path(spec.python or "")))
     environment = CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"} | dict(os.environ) | dict(more)
     server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(_folder_of(recipe))]
+    server += ["--disable-uvicorn-access-log", "--host", "127.0.0.1"]
     log = recipe.output_folder / "engine.log"
     _log.info("starting the target's engine; its output is in %s", log)
 
     def command(port: int) -> list[str]:
-        access = ["--disable-uvicorn-access-log", "--host", "127.0.0.1", "--port", str(port)]
-        return [*server, *access, *words]
+        return [*server, "--port", str(port), *words]
 
     def answers(url: str) -> dict[str, str]:
         check()
@@ -168,7 +173,7 @@ class EngineStates:
     Attributes:
         target: with its final norm and output embedding. layers: the taps without the last state, in the drafter's
             order; the engine's are ascending.
-        expected: what an engine must say of itself.
+        expected: the facts that an engine must have.
     """
 
     def __init__(self, recipe: Recipe, target: Target, layers: Sequence[int]):
@@ -192,7 +197,7 @@ class EngineStates:
 
     @cached_property
     def expected(self) -> EngineFacts:
-        """What an engine must say of itself, whichever it is; it reads a little of each file of the checkpoint."""
+        """The facts that every engine must have, from a little of each file of the checkpoint."""
         target, config = self.target, self.target.model.config
         configs = SimpleNamespace(hf_config=config, hf_text_config=config.get_text_config())
         return EngineFacts(
@@ -307,7 +312,13 @@ class EngineStates:
         body |= {"add_special_tokens": False, "chat_template_kwargs": dict(self.recipe.template)}
         place = f"{url}/tokenize"
         theirs = read_answer(_TokenizedChat, ask(place, json.dumps(body).encode()), place).tokens
-        engine_checks.check_template(theirs, tokenizer(text, add_special_tokens=False)["input_ids"])
+        own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        engine_checks.require(
+            theirs == own,
+            "another template",
+            f"it makes {len(theirs)} tokens of a chat of which target.path makes {len(own)}. Start it without "
+            "--chat-template and --tokenizer of its own.",
+        )
 
     def _whole(self) -> Target | None:
         """Return the whole target for a plain forward, if it fits beside everything else; the check ends its life."""
@@ -390,15 +401,12 @@ class EngineStates:
         with ThreadPoolExecutor(idle.qsize()) as pool:
             self._stopped.clear()
             self._require_wanted()
-            asked = deque((i, pool.submit(self._row, idle, tokens.tolist())) for i, tokens in rows.items())
             try:
-                while asked:
-                    i, future = asked.popleft()  # so that a row that was stored is not kept
-                    yield i, future.result()
+                answers = pool.map(lambda tokens: self._row(idle, tokens.tolist()), rows.values())
+                yield from zip(rows, answers, strict=True)
             finally:
                 self._stopped.set()
-                for _, future in asked:
-                    future.cancel()
+                pool.shutdown(cancel_futures=True)
 
     def _row(self, idle: SimpleQueue[str], tokens: list[int]) -> EngineRow:
         url = idle.get()
@@ -456,19 +464,24 @@ class EngineStates:
         finally:  # what is refused takes no room, either
             with suppress(IsADirectoryError):
                 file.unlink(missing_ok=True)
-        logprob = None if choice.logprobs is None else choice.logprobs.token_logprobs
-        each = zip(choice.prompt_logprobs or [], token_ids.flatten().tolist(), strict=False)
-        told = [entry.logprob if (entry := (one or {}).get(str(token))) else None for one, token in each][1:]
-        given = torch.tensor(told) if told and None not in told else None
-        return EngineRow(states, token_ids, facts, choice.token_ids[0], logprob[0] if logprob else None, given)
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else None
+        logprob = logprobs[0] if logprobs else None
+        prompt_logprobs = choice.prompt_logprobs_of(token_ids.flatten().tolist())
+        return EngineRow(states, token_ids, facts, choice.token_ids[0], logprob, prompt_logprobs)
+
+
+def _facts_in(file: Path) -> dict[str, Any]:
+    """Return the connector's metadata of a file, whose header must be sound; {} of another program's file."""
+    stored_tensors(file)
+    with safe_open(file, framework="pt") as opened:
+        found = (opened.metadata() or {}).get("outrider")
+    return {} if found is None else parse_json(found, str(file))
 
 
 def _is_states(file: Path) -> bool:
     """Return whether the connector wrote a file, by its header."""
     try:
-        stored_tensors(file)
-        with safe_open(file, framework="pt") as opened:
-            return "outrider" in (opened.metadata() or {})
+        return bool(_facts_in(file))
     except (BadInputError, SafetensorError, OSError):
         return False
 
@@ -482,26 +495,22 @@ def read_states(file: Path, most: int) -> tuple[EngineFacts, Tensor, Tensor]:
         UntrustedStatesError: it is damaged, or no connector's, or another version's.
     """
     try:
-        names = set(stored_tensors(file))
-        with safe_open(file, framework="pt") as opened:
-            said = parse_json((opened.metadata() or {}).get("outrider", ""), str(file))
-        if said["version"] != VERSION:
-            raise UntrustedStatesError(
-                "connector version",
-                f"the engine runs version {said['version']!r} of the connector, this is {VERSION}. Copy "
-                "engine_connector.py again, and restart the engine.",
-            )
+        facts = _facts_in(file)
+        engine_checks.require(
+            facts["version"] == VERSION,
+            "connector version",
+            f"the engine runs version {facts['version']!r} of the connector, this is {VERSION}. Copy "
+            "engine_connector.py again, and restart the engine.",
+        )
         tensors = load(read_bytes(file, most))
-        states, token_ids = tensors["hidden_states"], tensors["token_ids"]
-        digest = said.pop("digest")
-        facts = _FACTS.validate_python(said)
+        states, token_ids = tensors.pop("hidden_states"), tensors.pop("token_ids")
+        is_whole = facts.pop("digest") == engine_connector.tensors_digest(states, token_ids) and not tensors
+        engine_checks.require(is_whole, "altered file", f"{file.name} is not what the connector wrote.")
+        return _FACTS.validate_python(facts), states, token_ids.long()
     except UntrustedStatesError:
         raise
     except (BadInputError, SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UntrustedStatesError("altered file", f"{file.name} cannot be read ({type(error).__name__}).") from error
-    if names != {"hidden_states", "token_ids"} or digest != engine_connector.tensors_digest(states, token_ids):
-        raise UntrustedStatesError("altered file", f"{file.name} is not what the connector wrote.")
-    return facts, states, token_ids.long()
 
 
 def _alive(urls: Iterable[str]) -> dict[str, str]:

@@ -20,11 +20,11 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from ..targets.fingerprint import digest_json
 from ..targets.images import StoredImages
 from ..targets.sequence_packing import Documents
 from .journal import claim_of, list_file
-from .process_group import one_leads
+from .launch import one_leads
 
 INDEX = "features.json"
 SCHEMA_VERSION = 1
@@ -57,6 +57,9 @@ _SHARDS = 64  # that a store should have, for as many processes to share
 
 _SCALE = "_scale"  # ends the name of the factors of a tensor's vectors
 
+if TYPE_CHECKING:
+    from .engine_states import EngineStates
+
 _log = logging.getLogger(__name__)
 
 
@@ -65,31 +68,15 @@ def shard_file(folder: Path, number: int) -> Path:
     return folder / f"states-{number:05d}.safetensors"
 
 
-@dataclass(frozen=True)
-class ShardIndex:
-    """The shards of a store: ranges of sequences. `lengths` are the sequences' tokens."""
-
-    lengths: list[int]
-    shards: list[range]
-
-    @classmethod
-    def of(cls, lengths: list[int], bytes_per_token: int, shard_bytes: int) -> ShardIndex:
-        """Return shards that are filled in order; a sequence that is bigger than one gets its own."""
-        starts, size = [0], 0
-        for i, length in enumerate(lengths):
-            if size and (size + length) * bytes_per_token > shard_bytes:
-                starts.append(i)
-                size = 0
-            size += length
-        return cls(lengths, [range(a, b) for a, b in zip(starts, [*starts[1:], len(lengths)], strict=True)])
-
-    def places(self) -> list[tuple[int, int]]:
-        """Return the shard and the first token of every sequence."""
-        return [
-            (n, first)
-            for n, r in enumerate(self.shards)
-            for first in [0, *accumulate(self.lengths[r.start : r.stop - 1])]
-        ]
+def shards_of(lengths: Sequence[int], bytes_per_token: int, shard_bytes: int) -> list[range]:
+    """Return ranges of sequences of these lengths, filled in order; one that is bigger than a shard gets its own."""
+    starts, size = [0], 0
+    for i, length in enumerate(lengths):
+        if size and (size + length) * bytes_per_token > shard_bytes:
+            starts.append(i)
+            size = 0
+        size += length
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(lengths)], strict=True)]
 
 
 def shard_size(num_bytes: int) -> int:
@@ -152,23 +139,6 @@ def stored_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tap for tap in taps if tap != num_layers))
 
 
-class StatesSource(Protocol):
-    """An engine that makes hidden states in the target's place."""
-
-    @property
-    def identity(self) -> list[Any]:
-        """The settings that decide its states, beside the target's own identity."""
-
-    def running(self, probes: Sequence[Sequence[int]]) -> AbstractContextManager[Any]:
-        """Have it ready inside, after it was checked by rows of tokens."""
-
-    def of(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Tensor | None, Tensor]]:
-        """Yield number, taps `[T, K, H]` (None without taps) and last state `[T, H]` of each row."""
-
-    def give_up(self) -> None:
-        """Let rows that another thread waits for fail."""
-
-
 @dataclass(frozen=True)
 class TargetPasses:
     """Hidden states by passes of a loaded target, `AT_ONCE` rows at a time; `taps` are without the last state.
@@ -198,7 +168,14 @@ class TargetPasses:
 
 @dataclass(frozen=True)
 class FeatureStoreBuilder:
-    """A store in the making. The `sequences` lie on the disk until they are read; `taps` are without the last state."""
+    """A store in the making.
+
+    Attributes:
+        sequences: lie on the disk until they are read. lengths: their tokens.
+        taps: without the last state.
+        shards: ranges of sequences.
+        engine: makes the states in the target's place, if there is one.
+    """
 
     folder: Path
     key: str
@@ -206,8 +183,9 @@ class FeatureStoreBuilder:
     sequences: Dataset
     taps: tuple[int, ...]
     precision: Precision
-    layout: ShardIndex
-    engine: StatesSource | None = None
+    lengths: list[int]
+    shards: list[range]
+    engine: EngineStates | None = None
     images: StoredImages | None = None
 
     def run(self, group: LaunchGroup, console: Console | None) -> None:
@@ -222,12 +200,12 @@ class FeatureStoreBuilder:
         if opened["is_finished"]:
             return
         missing = opened["missing"]
-        total, left = len(self.layout.lengths), sum(len(self.layout.shards[i]) for i in missing)
+        total, left = len(self.lengths), sum(len(self.shards[i]) for i in missing)
         one_computes = self.target.sharded or self.engine is not None
         with one_leads(group, self.target), progress(console, "hidden states", total, total - left) as advance:
             if missing and (not one_computes or group.is_main):
-                rows = self.sequences, self.layout.lengths
-                with nullcontext() if self.engine is None else self.engine.running(probes_of(*rows)):
+                running = self.engine and self.engine.running(probes_of(self.sequences, self.lengths))
+                with running or nullcontext():
                     self._compute_all(missing, LaunchGroup() if one_computes else group, advance)
         group.barrier(f"{topic}-computed")
         group.on_main(f"{topic}-sealed", self._seal)
@@ -249,11 +227,11 @@ class FeatureStoreBuilder:
         return json.dumps({"key": self.key, "is_finished": is_finished, "missing": missing})
 
     def _files(self) -> list[Path]:
-        return [shard_file(self.folder, i) for i in range(len(self.layout.shards))]
+        return [shard_file(self.folder, i) for i in range(len(self.shards))]
 
     def _require_space(self, missing: list[int]) -> None:
         vectors, size = len(self.taps) + 1, self.target.hidden_size
-        tokens = sum(self.layout.lengths[i] for shard in missing for i in self.layout.shards[shard])
+        tokens = sum(self.lengths[i] for shard in missing for i in self.shards[shard])
         needed = tokens * self.precision.bytes_per_token(vectors, size)
         smaller = {p.name: tokens * p.bytes_per_token(vectors, size) for p in PRECISIONS.values()}
         lines = [f"{name} takes {readable_bytes(count)}" for name, count in smaller.items() if count < needed]
@@ -272,8 +250,8 @@ class FeatureStoreBuilder:
             "dtype": self.precision.name,
             "given_as": str(given_as).removeprefix("torch."),
             "hidden_size": self.target.hidden_size,
-            "lengths": self.layout.lengths,
-            "shards": [[r.start, r.stop] for r in self.layout.shards],
+            "lengths": self.lengths,
+            "shards": [[r.start, r.stop] for r in self.shards],
         }
         write_atomically(self.folder / INDEX, json.dumps(index))
         list_file(self.folder, INDEX)
@@ -292,13 +270,13 @@ class FeatureStoreBuilder:
                 ended = {n for n in left if self._has(n)}
                 left -= ended
                 note = f"{group.size} processes" if group.size > 1 else ""
-                advance(sum(len(self.layout.shards[i]) for i in ended), note)
+                advance(sum(len(self.shards[i]) for i in ended), note)
 
     def _has(self, shard: int) -> bool:
         return shard_file(self.folder, shard).exists()
 
     def _compute(self, shard: int) -> None:
-        file, states = shard_file(self.folder, shard), self._states(self.layout.shards[shard])
+        file, states = shard_file(self.folder, shard), self._states(self.shards[shard])
         with replacing(file, beside=True) as temporary:
             save_file(states, temporary)
         list_file(self.folder, file.name)
@@ -306,7 +284,7 @@ class FeatureStoreBuilder:
     def _states(self, members: range) -> dict[str, Tensor]:
         """Return the states of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
         rows = dict(zip(members, rows_of(self.sequences, members), strict=True))
-        source = TargetPasses(self.target, self.taps, self.images) if self.engine is None else self.engine
+        source = self.engine or TargetPasses(self.target, self.taps, self.images)
         states: dict[int, dict[str, Tensor]] = {}
         for i, hidden, last in source.of(rows):
             states[i] = self.precision.kept("last", last)
@@ -345,7 +323,6 @@ class FeatureStore:
     Attributes:
         taps: HF `hidden_states` indices that a batch has; () for none.
         dtype: of a batch. precision: in which it is stored.
-        num_bytes: size on disk.
     """
 
     def __init__(self, folder: str | Path, taps: Sequence[int] | None = None, check: bool = True):
@@ -378,8 +355,11 @@ class FeatureStore:
         self.precision = PRECISIONS[index["dtype"]]
         self.dtype: torch.dtype = getattr(torch, index.get("given_as", index["dtype"]))
         self.hidden_size = int(index["hidden_size"])
-        self._layout = ShardIndex(index["lengths"], [range(a, b) for a, b in index["shards"]])
-        self._places = self._layout.places()
+        self._lengths: list[int] = index["lengths"]
+        self._places: list[tuple[int, int]] = []  # of each sequence, its shard and its first token there
+        for number, (begin, end) in enumerate(index["shards"]):
+            firsts = accumulate(self._lengths[begin : end - 1], initial=0)
+            self._places += [(number, first) for first in firsts]
         self._open: dict[int, Any] = {}
 
     @classmethod
@@ -393,7 +373,7 @@ class FeatureStore:
         console: Console | None = None,
         shard_bytes: int | None = None,
         group: LaunchGroup | None = None,
-        engine: StatesSource | None = None,
+        engine: EngineStates | None = None,
         images: StoredImages | None = None,
     ) -> FeatureStore:
         """Return the store for this target, data set (its `input_ids`) and taps under `folder`, opened or made.
@@ -426,15 +406,15 @@ class FeatureStore:
         decides = [identity, digest, list(stored), str(precision.dtype), shard_bytes]
         decides += [] if images is None else [images.identity]
         key = digest_json(decides + ([] if engine is None else engine.identity))
-        layout, place = ShardIndex.of(lengths, bytes_per_token, shard_bytes), Path(folder) / key[:16]
-        builder = FeatureStoreBuilder(place, key, target, sequences, stored, precision, layout, engine, images)
+        shards, place = shards_of(lengths, bytes_per_token, shard_bytes), Path(folder) / key[:16]
+        builder = FeatureStoreBuilder(place, key, target, sequences, stored, precision, lengths, shards, engine, images)
         alone = locked(place) if group.is_main else nullcontext()
         with alone, keeping(lambda: "The finished shards are kept there."), writing(place):
             builder.run(group, console)
         return cls(place, taps, check=False)
 
     def __len__(self) -> int:
-        return len(self._layout.lengths)
+        return len(self._lengths)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without open files, for a data loader's worker."""
@@ -442,26 +422,19 @@ class FeatureStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(shard_file(self.folder, i).stat().st_size for i in range(len(self._layout.shards)))
+        return sum(file.stat().st_size for file in self.folder.glob("states-*"))
 
-    def __repr__(self) -> str:
-        size, kind = readable_bytes(self.num_bytes), self.precision.name
-        return f"FeatureStore({str(self.folder)!r}: {len(self)} sequences, taps {self.taps}, {kind}, {size})"
-
-    def batch(self, indices: Sequence[int], length: int | None = None) -> tuple[Tensor | None, Tensor]:
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor | None, Tensor]:
         """Return the states of the sequences `indices`: hidden `[B, T, K, H]` (None without taps) and last `[B, T, H]`.
 
         They are padded on the right with zeros.
-
-        Args:
-            length: T; None for the longest of them. Longer sequences are cut.
         """
-        width = length if length is not None else max(self._layout.lengths[i] for i in indices)
+        width = max(self._lengths[i] for i in indices)
         last = torch.zeros(len(indices), width, self.hidden_size, dtype=self.dtype)
         hidden = last.new_zeros(len(indices), width, len(self.taps), self.hidden_size) if self.taps else None
         for row, index in enumerate(indices):
             shard, first = self._places[index]
-            count = min(self._layout.lengths[index], width)
+            count = self._lengths[index]
             last[row, :count] = self._read(shard, "last", slice(first, first + count))
             if hidden is not None:
                 self._fill(hidden[row, :count], last[row, :count], shard, first)

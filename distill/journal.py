@@ -59,12 +59,24 @@ class Identity:
 
     def differences(self, saved: dict[str, Any]) -> list[str]:
         """Return the differences from `saved` (from `to_dict`), in words."""
-        changed = [f"target ({', '.join(Fingerprint.from_dict(saved['target']).differences(self.target))})"]
-        lines = changed if saved["target"]["digest"] != self.target.digest else []
-        lines += ["prompts (other sources, limit, sample, or contents)"] if saved["prompts"] != self.prompts else []
-        then, now, who = _deciding(saved["sampling"]), _deciding(self.sampling), saved.get("answered_by")
-        lines += [f"{k} (was {then.get(k)}, is {v})" for k, v in now.items() if then.get(k) != v]
-        return lines + ([f"who answers (was {_who(who)}, is {_who(self.answered_by)})"] * (who != self.answered_by))
+        lines = []
+        if saved["target"]["digest"] != self.target.digest:
+            changed = Fingerprint.from_dict(saved["target"]).differences(self.target)
+            lines.append(f"target ({', '.join(changed)})")
+        if saved["prompts"] != self.prompts:
+            lines.append("prompts (other sources, limit, sample, or contents)")
+        # At temperature 0 nothing is drawn.
+        idle = () if self.sampling["temperature"] else ("seed", "top_k", "top_p", "min_p")
+        then = saved["sampling"]
+        lines += [
+            f"{name} (was {then.get(name)}, is {now})"
+            for name, now in self.sampling.items()
+            if then.get(name) != now and name not in idle
+        ]
+        who = saved.get("answered_by")
+        if who != self.answered_by:
+            lines.append(f"who answers (was {_who(who)}, is {_who(self.answered_by)})")
+        return lines
 
     def require_same(self, folder: Path, saved: dict[str, Any], any_target: bool = False) -> None:
         """Raise BadInputError if `folder` was made with the settings `saved`, and they are others; of `any_target`."""
@@ -74,12 +86,6 @@ class Identity:
                 f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
                 "folder."
             )
-
-
-def _deciding(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of the sampling that decides a text: at temperature 0 nothing is drawn."""
-    idle = () if sampling["temperature"] else ("seed", "top_k", "top_p", "min_p")
-    return {name: value for name, value in sampling.items() if name not in idle}
 
 
 def _who(who: dict[str, Any] | None) -> str:
@@ -109,16 +115,18 @@ class Answer:
     rounds: tuple[list[int], ...] = ()
     drafter: str = ""
 
-    def line(self) -> str:
-        outcome = {"dropped": self.dropped} if self.dropped else {"answers": self.turns}
-        played = {"rounds": self.rounds, "drafter": self.drafter} if self.rounds else {}
-        return json.dumps({"index": self.index, **outcome, **played})
+    def line(self) -> bytes:
+        row: dict[str, Any] = {"index": self.index}
+        row |= {"dropped": self.dropped} if self.dropped else {"answers": self.turns}
+        row |= {"rounds": self.rounds, "drafter": self.drafter} if self.rounds else {}
+        return json.dumps(row).encode() + b"\n"
 
     @classmethod
-    def of(cls, line: str) -> Answer:
+    def of(cls, line: bytes) -> Answer:
         row = json.loads(line)
-        turns, rounds = tuple(row.get("answers", ())), tuple(row.get("rounds", ()))
-        return cls(row["index"], turns, row.get("dropped", ""), rounds, row.get("drafter", ""))
+        row["turns"] = tuple(row.pop("answers", ()))
+        row["rounds"] = tuple(row.get("rounds", ()))
+        return cls(**row)
 
 
 class Answers:
@@ -133,8 +141,9 @@ class Answers:
             begin = 0
             with file.open("rb") as opened:
                 for line in opened:
-                    answer = Answer.of(line.decode())
-                    self._file[answer.index], self._begin[answer.index] = number, begin
+                    answer = Answer.of(line)
+                    self._file[answer.index] = number
+                    self._begin[answer.index] = begin
                     self.drafters.update([answer.drafter] if answer.drafter else [])
                     begin += len(line)
 
@@ -144,7 +153,7 @@ class Answers:
     def __getitem__(self, index: int) -> Answer:
         with self.files[self._file[index]].open("rb") as opened:
             opened.seek(int(self._begin[index]))
-            return Answer.of(opened.readline().decode())
+            return Answer.of(opened.readline())
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,7 @@ class Journal:
     def add(self, number: int, answers: Iterable[Answer]) -> None:
         """Write the answers of a batch: from now on it is finished, whatever happens."""
         file = self._file(number)
-        write_atomically(file, "".join(answer.line() + "\n" for answer in answers))
+        write_atomically(file, b"".join(answer.line() for answer in answers))
         list_file(self.folder, file.name)
 
     def _file(self, number: int) -> Path:

@@ -1,4 +1,4 @@
-"""The target's own responses: what a drafter learns to predict.
+"""Distilling from beginning to end: the recipe's prompts are read, answered, and written as a data set of responses.
 
 A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched or by how
 many processes answered. Each finished batch becomes one file in `<folder>.partial/` (`journal`), so that an interrupted
@@ -32,7 +32,6 @@ from ..heads import HEADS
 from ..recipes import DataSpec, Recipe, TargetSpec
 from ..targets import Fingerprint, Target, config_only_target
 from ..targets.config_only import target_without_layers
-from ..targets.images import PromptImage
 from ..targets.sharding import processes
 from .client import read_key
 from .conversation import Supervised, given_sequences, sequences, why_ended
@@ -49,7 +48,7 @@ from .data_set import (
 from .decoding import Responder, answer_all, batches
 from .engine_states import answering
 from .journal import Answer, Answers, Identity, Journal, RemainingWork
-from .process_group import launch_group, one_leads
+from .launch import launch_group, one_leads
 from .prompt_table import Prompt, PromptTable, digest_prompts
 from .recipe_prompts import Collection, recipe_prompts
 from .server_pool import answer_by_servers
@@ -93,7 +92,8 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         if group.is_main:
             require_place(recipe.output_folder, *TRAINED, COMPARISON)
         if spec.responses is not None:
-            return Path(group.on_main("given", lambda: str(_given(folder, target, recipe))))
+            group.on_main("given", lambda: _require_responses(folder, target, recipe))
+            return folder
         # All processes read the prompts: those that only take part in passes need them as little as they harm.
         collected = recipe_prompts(
             recipe, target.require_tokenizer(), console, recipe.output_folder, group.is_main, target.images
@@ -149,12 +149,16 @@ class _ResponsesBuilder:
     """A data set in the making."""
 
     def __init__(self, folder: Path, recipe: Recipe, target: Target, collected: Collection, group: LaunchGroup):
-        spec, self.recipe = recipe.data, recipe
-        self.folder, self.journal = folder, Journal(folder.with_name(folder.name + ".partial"))
-        self.spec, self.target, self.collected, self.group = spec, target, collected, group
+        self.folder = folder
+        self.recipe = recipe
+        self.spec = recipe.data
+        self.target = target
+        self.collected = collected
+        self.group = group
         self.prompts: Sequence[Prompt] = collected.prompts
         self.tokenizer = target.require_tokenizer()
-        self.is_given = spec.answers == "given"  # the answers came with the prompts
+        self.journal = Journal(folder.with_name(folder.name + ".partial"))
+        self.is_given = recipe.data.answers == "given"  # the answers came with the prompts
 
     def make(self, console: Console | None) -> None:
         """Answer what is missing, with the other processes, and write the data set, on the main one."""
@@ -176,10 +180,13 @@ class _ResponsesBuilder:
     def _open(self) -> str:
         """Return the work that is left; "" if the data set is there. One made differently is never overwritten."""
         digest = digest_prompts(self.prompts, self.is_given)
-        model = None if self.spec.servers is None else {"model": self.spec.requests.model}
-        if self.spec.servers is None and (engine := self.recipe.target.engine) is not None:
-            model = {"engine": engine.kind}
-        answered_by = {"given": True} if self.is_given else model
+        answered_by: dict[str, Any] | None = None
+        if self.is_given:
+            answered_by = {"given": True}
+        elif self.spec.servers is not None:
+            answered_by = {"model": self.spec.requests.model}
+        elif self.recipe.target.engine is not None:
+            answered_by = {"engine": self.recipe.target.engine.kind}
         self.identity = Identity(self.target.fingerprint(), digest, self._sampling(), answered_by)
         if self.folder.exists():
             saved = provenance(self.folder)
@@ -194,8 +201,7 @@ class _ResponsesBuilder:
         if limit is not None and longest + self.spec.max_new_tokens > limit:
             raise BadInputError(
                 f"the longest prompt has {longest} tokens; with data.max_new_tokens={self.spec.max_new_tokens} it "
-                f"exceeds the target's context of {limit}. "
-                "Lower data.max_prompt_tokens or data.max_new_tokens."
+                f"exceeds the target's context of {limit}. Lower data.max_prompt_tokens or data.max_new_tokens."
             )
         with keeping(self._kept), writing(self.folder):
             self.journal.open(self.identity)
@@ -210,10 +216,11 @@ class _ResponsesBuilder:
         """Return the settings of the draws, and the limits of questions and answers."""
         sampling = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
         # The prompts hold all of single questions; the limit ends conversations, and rows with answers of their own.
-        decides = self.is_given or any(prompt.later for prompt in self.prompts)
-        sampling |= {"max_prompt_tokens": self.spec.max_prompt_tokens} if decides else {}
-        reader = self.target.images if self.collected.has_images else None
-        return sampling if reader is None else sampling | {IMAGES: reader.digest}
+        if self.is_given or any(prompt.later for prompt in self.prompts):
+            sampling["max_prompt_tokens"] = self.spec.max_prompt_tokens
+        if self.collected.has_images and self.target.images is not None:
+            sampling[IMAGES] = self.target.images.digest
+        return sampling
 
     def _kept(self) -> str:
         """Return a sentence about the responses that stay if the run ends now."""
@@ -246,36 +253,43 @@ class _ResponsesBuilder:
             with_images=self.collected.has_images,
         )
         self.journal.remove()
-        return str(self.folder)
+        return ""
 
     def _rows(self, answers: Answers, counts: Counter[str]) -> Iterator[TrainingRow]:
         """Yield the rows to learn, in the order of the prompts, and count them."""
         for index, prompt in enumerate(self.prompts):
             answer = Answer(index) if self.is_given else answers[index]
             reason, rows = self._given(prompt, counts) if self.is_given else self._learnt(prompt, answer)
-            for turn in answer.turns:
-                counts["answers"] += 1
-                if turn and turn[-1] not in self.target.eos_ids:
-                    counts["answers_cut" if len(turn) >= self.spec.max_new_tokens else "ends_unknown"] += 1
-            if early := why_ended(prompt, answer.turns, self.tokenizer):
-                counts[f"conversations_ended_by_{early}"] += 1
+            self._count_ends(prompt, answer, counts)
             if reason:
                 counts[f"{reason}{_DROPPED}"] += 1
             depths: Sequence[list[int] | None] = [None] * len(rows)
             if rows and answer.rounds:
                 depths = depths_of_rows([mask for _, mask in rows], answer.rounds)
-            asked = prompt.asked_digests()
             for (tokens, mask), row_depths in zip(rows, depths, strict=True):
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
-                images = self._shown(prompt, tokens)
-                yield TrainingRow(prompt.id, prompt.suite, tokens, mask, prompt.content, row_depths, asked, images)
+                yield TrainingRow(
+                    id=prompt.id,
+                    suite=prompt.suite,
+                    input_ids=tokens,
+                    loss_mask=mask,
+                    content=prompt.content,
+                    depths=row_depths,
+                    asked=prompt.asked_digests(),
+                    images=self.target.images_in(tokens, prompt.images),
+                )
         self._report_dropped(counts)
 
-    def _shown(self, prompt: Prompt, tokens: Sequence[int]) -> Sequence[PromptImage]:
-        """Return the images that a row shows."""
-        return self.target.images_in(tokens, prompt.images)
+    def _count_ends(self, prompt: Prompt, answer: Answer, counts: Counter[str]) -> None:
+        """Count how the target's answers to a prompt end, and whether its questions ended early."""
+        for turn in answer.turns:
+            counts["answers"] += 1
+            if turn and turn[-1] not in self.target.eos_ids:
+                counts["answers_cut" if len(turn) >= self.spec.max_new_tokens else "ends_unknown"] += 1
+        if early := why_ended(prompt, answer.turns, self.tokenizer):
+            counts[f"conversations_ended_by_{early}"] += 1
 
     def _learnt(self, prompt: Prompt, answer: Answer) -> tuple[str, list[Supervised]]:
         """Return the rows of the target's answers to a prompt, or the name of the reason for none."""
@@ -290,7 +304,7 @@ class _ResponsesBuilder:
         try:
             rows = given_sequences(prompt, self.tokenizer, longest, self.target.eos_ids, counts)
             for tokens, _ in rows:
-                self._shown(prompt, tokens)  # refuses what was cut inside an image
+                self.target.images_in(tokens, prompt.images)  # refuses what was cut inside an image
         except BadInputError as error:
             _log.debug("%s", error)
             rows = []
@@ -315,16 +329,16 @@ class _ResponsesBuilder:
             _log.warning("%s", sentence)
 
     def _provenance(self, counts: Counter[str], drafters: Counter[str]) -> dict[str, Any]:
-        return {
+        found = {
             "schema_version": SCHEMA_VERSION,
             **self.identity.to_dict(),
             "source": {"target": self.target.source, **self.spec.model_dump(include={"prompts", "limit", "sample"})},
             "counts": {**self.collected.counts(), f"{_EMPTY}{_DROPPED}": 0, **counts},
             "sources": self.collected.by_source(),
-            # Prompts for which each drafter speculated: the rounds are its own, the text is the target's.
-            **({ROUNDS: dict(drafters)} if drafters else {}),
-            "versions": versions("outrider", "torch", "transformers", "datasets"),
         }
+        # Prompts for which each drafter speculated: the rounds are its own, the text is the target's.
+        found |= {ROUNDS: dict(drafters)} if drafters else {}
+        return found | {"versions": versions("outrider", "torch", "transformers", "datasets")}
 
 
 def answers_in_words(counts: Mapping[str, int], spec: DataSpec) -> list[str]:
@@ -347,12 +361,12 @@ def answers_in_words(counts: Mapping[str, int], spec: DataSpec) -> list[str]:
     return lines
 
 
-def _given(folder: Path, target: Target, recipe: Recipe) -> Path:
-    """Return a folder that the recipe names."""
+def _require_responses(folder: Path, target: Target, recipe: Recipe) -> str:
+    """Refuse a folder that the recipe names, and that holds no responses of this target."""
     provenance(folder)  # refuses a folder of something else
     require_whole(folder)
     _require_target_of(folder, target, recipe, target.fingerprint())
-    return folder
+    return ""
 
 
 def _require_target_of(folder: Path, target: Target, recipe: Recipe, found: Fingerprint) -> None:

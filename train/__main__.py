@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train a recipe; return the exit code (see `run_command`)."""
-    from ..distill.process_group import recipe_parser, run_command
+    from ..distill.command import recipe_parser, run_command
 
     parser = recipe_parser("train", "Train a drafter for a target, as a recipe says.", "training.max_steps=100")
     fresh = "start over; checkpoints of an earlier run are moved aside"

@@ -29,8 +29,8 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 from ..common import BadInputError, IncompatibleError
 from ..common.signals import let_parent_decide
 from ..distill.data_set import DEPTHS
+from ..distill.engine_live_states import LiveStates
 from ..distill.features import FeatureStore
-from ..distill.live_states import LiveStates
 from ..heads import Drafter, TargetBatch
 from ..heads.session import padded
 from ..targets import Target

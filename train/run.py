@@ -34,10 +34,10 @@ from ..common.machine import free_bytes
 from ..common.signals import StoppedError, how, number_of
 from ..common.terminal import VisibleConsole
 from ..distill.data_set import DEPTHS, images_of, load_responses, rounds_of
+from ..distill.engine_live_states import LiveStates
 from ..distill.engine_states import EngineStates
 from ..distill.features import FeatureStore
-from ..distill.live_states import LiveStates
-from ..distill.process_group import launch_group
+from ..distill.launch import launch_group
 from ..distill.responses import check_images, distill, target_in_engine
 from ..heads import Drafter
 from ..recipes import Recipe

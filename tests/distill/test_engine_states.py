@@ -35,9 +35,9 @@ from outrider.distill.engine_connector import (
     wait_for_room,
     write_states,
 )
+from outrider.distill.engine_live_states import LiveStates
 from outrider.distill.engine_states import EngineStates
 from outrider.distill.journal import Identity
-from outrider.distill.live_states import LiveStates
 from outrider.recipes import Recipe
 from outrider.targets import Target, config_only
 from outrider.targets.config_only import target_without_layers

@@ -33,7 +33,7 @@ from outrider.distill.features import (
     precision_of,
     shard_size,
 )
-from outrider.distill.process_group import launch_group
+from outrider.distill.launch import launch_group
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions
@@ -105,21 +105,15 @@ def test_a_batch_is_what_the_target_computes_padded_with_zeros(
     store = build(shard_bytes=SMALL)
     assert len(store) == len(LENGTHS)
     indices = [4, 0, 6]
-    hidden, last = store.batch(indices, 15)
+    hidden, last = store.batch(indices)
     assert hidden is not None
-    assert (hidden.shape, last.shape) == ((3, 15, 3, 32), (3, 15, 32))
+    assert (hidden.shape, last.shape) == ((3, 12, 3, 32), (3, 12, 32))
     for row, i in enumerate(indices):
         expected = target.forward(torch.tensor([dataset[i]["input_ids"]]), taps=TAPS, logits=False)
         assert_same(hidden[row, : LENGTHS[i]], expected.hidden[0])
         assert_same(last[row, : LENGTHS[i]], expected.last[0])
         assert not hidden[row, LENGTHS[i] :].any()
         assert not last[row, LENGTHS[i] :].any()
-
-
-def test_the_length_is_the_longest_rows_or_cuts(build: Build) -> None:
-    store = build()
-    assert store.batch([2, 3])[1].shape == (2, 9, 32)
-    assert torch.equal(store.batch([2, 3], 4)[1], store.batch([2, 3])[1][:, :4])
 
 
 @both_precisions

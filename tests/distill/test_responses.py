@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from outrider.common import BadInputError, IncompatibleError, Refusal, digests
 from outrider.common.places import MARKER
 from outrider.decode import Decoder, Output
-from outrider.distill import distill, load_responses, provenance, read_prompts
+from outrider.distill import distill, load_responses, provenance
 from outrider.targets import Target
 
-from .conftest import Place, count_prompts, rows_of, write_rows
+from .conftest import Place, count_prompts, read_prompts, rows_of, write_rows
 
 TEXTS = ["def add(first, second):", "for name in", "The target", "class Stack:", "return"]
 TEXTS += ["print(name, len(name))", "x"]
@@ -208,10 +208,12 @@ def test_given_responses_are_used_and_those_of_another_tokenizer_refused(
     place: Place, caplog: pytest.LogCaptureFixture, tiny_llama: Callable[..., Any]
 ) -> None:
     folder = place.distil()
-    assert [record.getMessage() for record in caplog.records] == [
+    raw_texts, cut = (record.getMessage() for record in caplog.records)
+    assert "7 rows are raw text" in raw_texts
+    assert cut == (
         "7 of 7 answers (100%) were cut at data.max_new_tokens: a drafter hardly learns how this target ends. Raise it "
         "to what is served."
-    ]
+    )
     caplog.clear()
     recipe = place.recipe("other", responses=str(folder))
     assert distill(recipe, place.target) == folder

@@ -1,54 +1,20 @@
-"""The processes that a launcher started together: as one group, the work of one for all, and the command they run."""
+"""The command `python -m outrider.VERB RECIPE [key=value …]`, which each process of a launch runs."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from torch import distributed
 
 from ..common import OutriderError
-from ..common.file_process_group import PREFIX, LaunchGroup, clear_abandoned
 from ..common.progress import hide_library_bars, plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes, require_docstrings
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, open_output, print_to_stderr
-from ..targets import Target
-from ..targets.sharding import follow, leading, leave_group, processes, share
-
-
-@contextmanager
-def launch_group(folder: Path) -> Iterator[LaunchGroup]:
-    """Yield this process's place among those of its launch, which all see `folder`. All of them call it together."""
-    if processes() == 1:
-        yield LaunchGroup()
-        return
-    rank = distributed.get_rank()
-    if rank == 0:
-        clear_abandoned(folder)
-    group = LaunchGroup(folder / f"{PREFIX}{share(uuid.uuid4().hex)}", rank, processes())
-    with group.joined(distributed.barrier):
-        yield group
-
-
-@contextmanager
-def one_leads(group: LaunchGroup, target: Target) -> Iterator[None]:
-    """Let the main process alone run the block's work, while the others take part in passes of a sharded target."""
-    if group.size == 1 or not target.sharded:
-        yield
-    elif group.is_main:
-        with leading(target):
-            yield
-    else:
-        with group.watching_peers():
-            follow(target)
-        yield
+from ..targets.sharding import leave_group
 
 
 def recipe_parser(verb: str, description: str, example: str) -> argparse.ArgumentParser:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..targets import Target
-from .features import StatesSource, digest_of, probes_of, rows_of, stored_taps
+from .engine_states import EngineStates
+from .features import digest_of, probes_of, rows_of, stored_taps
 
 # Of rows that were announced and not read: a resumed training passes over some, and evaluations come in between.
 _WINDOWS = 3
@@ -37,7 +38,7 @@ class LiveStates:
 
     def __init__(
         self,
-        engine: StatesSource,
+        engine: EngineStates,
         target: Target,
         sequences: Dataset,
         taps: Sequence[int],

@@ -4,7 +4,7 @@ One process answers prompts, writes hidden states, and trains with a checkpoint 
 these phases, and while a checkpoint is written, at moments drawn from a seed, and started again until it ends. Then all
 that it leaves must be, bit for bit, what a training without kills leaves. What a kill hit is read from the disk.
 
-Kills of several processes at once are in test_launches.py, those of answering in tests/distill/test_kills.py.
+Kills of several processes at once are in test_launches.py, those of answering in tests/attacks/durability.
 """
 
 from __future__ import annotations

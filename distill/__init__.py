@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING
 from ..common.lazy import lazily
 
 if TYPE_CHECKING:
-    from .conversation import supervised_mask
     from .data_set import load_responses, provenance
     from .features import FeatureStore
     from .prompt_table import Prompt, digest_prompts
-    from .recipe_prompts import read_prompts
     from .responses import distill
 else:
     __getattr__ = lazily(__name__, __file__)
@@ -21,6 +19,4 @@ __all__ = [
     "distill",
     "load_responses",
     "provenance",
-    "read_prompts",
-    "supervised_mask",
 ]

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from ..common import BadInputError
 from ..targets.images import PromptImage, insert_images
 from ..targets.tokenizers import Rendered, render_chat
-from .dataset_formats import Message, chat_messages, content_text, num_images
+from .dataset_formats import Message, content_text, num_images
 from .prompt_table import Prompt
 
 Tokens = Sequence[int]
@@ -95,29 +95,6 @@ def _as_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def supervised_mask(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, Any]],
-    tools: Any = None,
-    template: Mapping[str, Any] | None = None,
-) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a rendered conversation, and True at those of the assistant's turns, end markers included.
-
-    Works for any chat template: a turn is what rendering it adds to the rendered prefix that ends where the assistant
-    answers. The text is encoded once, as the target sees it, and a token counts only if it lies inside a turn as a
-    whole, and inside the template's `{% generation %}` markers if it has any. An earlier turn that the template writes
-    differently once later ones follow (without its reasoning) stays unsupervised; the last one always counts.
-
-    Args:
-        template: further arguments of the chat template, such as `enable_thinking`.
-
-    Raises:
-        BadInputError: nothing, or everything, would be supervised; the message shows a sample of the text.
-    """
-    chat = _Chat(tokenizer, chat_messages(list(messages), "this conversation"), tools, template)
-    return _masked(chat, [span for _, span in _assistant_spans(chat)])
-
-
 def supervised_rows(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[dict[str, Any]],
@@ -125,17 +102,24 @@ def supervised_rows(
     template: Mapping[str, Any] | None = None,
     images: Sequence[PromptImage] = (),
 ) -> list[tuple[list[int], list[bool]]]:
-    """Return the rows in which every turn of the assistant is supervised once, each as by `supervised_mask`.
+    """Return the tokens of rows, and True at those of the assistant's turns, each of which is supervised once.
 
-    A turn that the template writes differently once later ones follow gets a row that ends with it; all others share
-    the whole conversation. A turn that the template never writes after its question is in no row, and what the template
-    refuses ends the conversation. `images` are those in the messages, in order.
+    Works for any chat template: a turn is what rendering it adds to the rendered prefix that ends where the assistant
+    answers, end markers included. The text is encoded once, as the target sees it, and a token counts only if it lies
+    inside a turn as a whole, and inside the template's `{% generation %}` markers if it has any.
+
+    A turn that the template writes differently once later ones follow (without its reasoning) gets a row that ends with
+    it; all others share the whole conversation. A turn that the template never writes after its question is in no row,
+    and what the template refuses ends the conversation.
+
+    Args:
+        template: further arguments of the chat template, such as `enable_thinking`.
+        images: those in the messages, in order.
 
     Raises:
-        BadInputError: as `supervised_mask`, if no turn can be supervised.
+        BadInputError: nothing, or everything, would be supervised; the message shows a sample of the text.
     """
-    chat = _Chat(tokenizer, chat_messages(list(messages), "this conversation"), tools, template, images)
-    chat = chat.as_far_as_taken()
+    chat = _Chat(tokenizer, list(messages), tools, template, images).as_far_as_taken()
     spans = dict(_assistant_spans(chat))
     rows = []
     for number in chat.answering():

@@ -1,4 +1,4 @@
-"""The question of a row of data, whatever its layout: raw text, one question, several turns, or a chat.
+"""The schema of a row of data: raw text, one question, several turns, or a chat, with or without answers.
 
 | layout | keys | what it is |
 |---|---|---|
@@ -25,7 +25,7 @@ from typing import Any
 
 from ..common import BadInputError
 from ..common.digests import canonical_json
-from ..common.safe_load import JSON, Unreadable, parse_json
+from ..common.safe_load import Unreadable, parse_json
 from ..targets.images import ImageSource, check_pixels
 
 Row = dict[str, Any]
@@ -99,14 +99,12 @@ class RowPrompt:
 
     def users_texts(self) -> list[str]:
         """Return the texts of the user, turn by turn; of raw text the text."""
-        if self.text is not None:
-            return [self.text]
-        return users_texts((self.messages, *self.later))
+        return users_texts((self.messages, *self.later)) if self.text is None else [self.text]
 
     def as_text(self) -> RowPrompt:
         """Return a single question as raw text, for a target without a chat template."""
-        [message] = self.messages[-1:] or [{"content": ""}]
-        return replace(self, text=message["content"], messages=(), later=(), given=self.given[:1])
+        text = self.messages[-1]["content"] if self.messages else ""
+        return replace(self, text=text, messages=(), later=(), given=self.given[:1])
 
     def last_question(self) -> RowPrompt:
         """Return one question alone: of a chat the last one, after the row's own answers; of `turns` the first."""
@@ -156,221 +154,215 @@ def understand(
     Raises:
         RowError: none of the keys, a value of another kind than its key says, or an image that cannot be read.
     """
-    kind, key = _recognised(row, where, layout, (column,) if column else None)
+    reader = _RowReader(row, where, folder)
+    kind, key = reader.recognised(layout, column)
+    read = {"messages": reader.chat, "turns": reader.turns, "question": reader.question, "text": reader.raw_text}[kind]
+    asked = read(key)
     if kind == "text":
-        return _limited(RowPrompt(kind, key, _text(row[key], key, where), given=_given(row, where)), where)
-    chat = {"messages": _chat, "turns": _turns, "question": _question}[kind](row, key, where)
-    system, messages = "" if row.get("system") is None else _text(row["system"], "system", where), chat.messages
-    if system and messages and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": system}, *messages)
-    return _with_images(_limited(replace(chat, messages=messages, tools=_tools(row, where)), where), folder, where)
-
-
-def _with_images(asked: RowPrompt, folder: Path | None, where: str) -> RowPrompt:
-    """Return a chat whose images were found, and are named by their digests."""
-    turns = (asked.messages, *asked.later)
-    if not num_images(chain.from_iterable(turns)):
         return asked
-    found: list[ImageSource] = []
+    messages = asked.messages
+    if row.get("system") is not None:
+        system = reader.text("system")
+        if system and messages and messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": system}, *messages)
+    return replace(asked, messages=messages, tools=reader.tools(), images=tuple(reader.images))
 
-    def named(part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] != "image":
-            return part
+
+class _RowReader:
+    """A reader of one row, which finds its images in the order in which they are shown."""
+
+    def __init__(self, row: Row, where: str, folder: Path | None):
+        self.row, self.where, self.folder = row, where, folder
+        self.images: list[ImageSource] = []
+
+    def fault(self, reason: str) -> RowError:
+        return RowError(self.where, reason)
+
+    def recognised(self, layout: str | None, column: str | None) -> tuple[str, str]:
+        """Return the layout of the row and the key that shows it; a recipe may name both."""
+        forced = None if layout is None else _FORCED[layout]
+        forced = (column,) if column else forced
+        for kind, keys in KEYS.items() if forced is None else [(layout or "text", forced)]:
+            for key in keys:
+                if (value := self.row.get(key)) is not None:
+                    # The key alone does not show everything: trl's conversational `prompt` holds messages.
+                    holds_messages = isinstance(value, list) and value and isinstance(value[0], dict)
+                    return "messages" if layout is None and holds_messages else kind, key
+        setting = f"column: {column}" if column else f"layout: {layout}"
+        expected = _EXPECTED if forced is None else f"{', '.join(forced)} (data.prompts says {setting})"
+        present = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in self.row.items())
+        present = present if len(present) <= 1000 else f"{present[:997]}..."
+        raise self.fault(f"expected one of {expected}; found {present or 'no keys'}.")
+
+    def text(self, key: str) -> str:
+        value = self.row[key]
+        if not isinstance(value, str):
+            raise self.fault(f"`{key}` must be text, found {_shown(value)}.")
+        return value
+
+    def raw_text(self, key: str) -> RowPrompt:
+        return self._limited(RowPrompt("text", key, self.text(key), given=self._answers()))
+
+    def question(self, key: str) -> RowPrompt:
+        asked = self.text(key)
+        if key == "instruction" and self.row.get("input"):
+            asked = f"{asked}\n\n{self.text('input')}"
+        return self._limited(RowPrompt("question", key, messages=_user_turn(asked), given=self._answers()))
+
+    def turns(self, key: str) -> RowPrompt:
+        turns = self.row[key]
+        if not isinstance(turns, list) or not turns:
+            raise self.fault(f"`{key}` must be a list that is not empty, found {_shown(turns)}.")
+        if len(turns) > _MOST_TURNS:
+            raise self.fault(f"`{key}` holds {len(turns):,} turns; at most {_MOST_TURNS:,} are asked.")
+        for number, turn in enumerate(turns, 1):
+            if not isinstance(turn, str):
+                raise self.fault(f"`{key}` must hold text; its entry {number} is {_shown(turn)}.")
+        answers = self.row.get("reference")
+        known = answers if isinstance(answers, list) and all(isinstance(a, str) for a in answers) else []
+        given = tuple(({"role": "assistant", "content": answer},) for answer in known[: len(turns)])
+        asked = [_user_turn(turn) for turn in turns]
+        if not all(asked):  # an empty turn is not asked, and it is not known to which turns the answers belong
+            asked = [turn for turn in asked if turn] or [()]
+            given = ()
+        return self._limited(RowPrompt("turns", key, messages=asked[0], later=tuple(asked[1:]), given=given))
+
+    def chat(self, key: str) -> RowPrompt:
+        messages = self._messages(self.row[key])
+        if key == "prompt":
+            messages += self._answer()
+        users = [n for n, message in enumerate(messages) if message["role"] == "user" and content_text(message).strip()]
+        first = users[0] if users else len(messages)
+        # An assistant's turn before any question is no answer, and many templates refuse it.
+        spoken = [m for n, m in enumerate(messages) if n > first or m["role"] != "assistant"]
+        turns = [tuple(group) for _, group in groupby(spoken, lambda message: message["role"] == "assistant")]
+        if not users:
+            return RowPrompt("messages", key)
+        return self._limited(
+            RowPrompt("messages", key, messages=turns[0], later=tuple(turns[2::2]), given=tuple(turns[1::2]))
+        )
+
+    def _limited(self, asked: RowPrompt) -> RowPrompt:
+        """Return a prompt whose turns can be read as tokens; a raw text loses its beginning elsewhere."""
+        letters = 0
+        for message in chain(asked.messages, *asked.later, *asked.given):
+            content = message["content"]
+            letters += len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
+        if letters > LONGEST_TEXT:
+            raise self.fault(f"a chat of {letters:,} letters; at most {LONGEST_TEXT:,} are read as tokens.")
+        return asked
+
+    def _answer(self) -> Turn:
+        """Return the answer beside the question; () for none."""
+        for key in _ANSWERS:
+            value = self.row.get(key)
+            if isinstance(value, str) and value.strip():
+                return ({"role": "assistant", "content": value},)
+            if isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
+                return tuple(self._messages(value))
+        return ()
+
+    def _answers(self) -> tuple[Turn, ...]:
+        answer = self._answer()
+        return (answer,) if answer else ()
+
+    def tools(self) -> list[Any] | None:
+        """Return the row's tools: a list, or JSON text of one."""
+        tools = self.row.get("tools") or self.row.get("functions")
+        if isinstance(tools, str):
+            try:
+                tools = parse_json(tools, "tools")
+            except Unreadable as error:
+                raise self.fault(f"`tools` must be a list, or JSON of one: {error.reason}.") from error
+        if tools is not None and not isinstance(tools, list):
+            raise self.fault(f"`tools` must be a list, or JSON of one; found {_shown(tools)}.")
+        for number, tool in enumerate(tools or [], 1):
+            if not isinstance(tool, dict):
+                raise self.fault(f"`tools` must hold objects; its entry {number} is {_shown(tool)}.")
+        return _without_nulls(tools) or None
+
+    def _messages(self, turns: Any) -> list[Message]:
+        """Return messages with `role` and `content`, from either convention."""
+        if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
+            raise self.fault(f"expected a list of messages, found {_shown(turns)}.")
+        return [self._message(turn) for turn in turns]
+
+    def _message(self, turn: Message) -> Message:
+        role = turn.get("role", turn.get("from"))
+        if not isinstance(role, str):
+            found = ", ".join(turn)
+            raise self.fault(f"a message needs `role` and `content` (or `from` and `value`); found the keys {found}.")
+        role = _NAMES.get(role, role)
+        if role not in _ROLES:
+            raise self.fault(f"a message has the role {role!r}; expected one of {', '.join(_ROLES)}, human, gpt.")
+        rest = {key: _without_nulls(turn[key]) for key in _READ if turn.get(key) is not None}
+        if calls := rest.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise self.fault(f"`tool_calls` must be a list, found {_shown(calls)}.")
+            rest["tool_calls"] = [self._call(call) for call in calls]
+        content = turn.get("content", turn.get("value"))
+        if content is None and role == "assistant" and any(rest.get(key) for key in _SPEAKING):
+            content = ""  # it calls tools or only thinks
+        return {"role": role, "content": self._content(content, role), **rest}
+
+    def _content(self, content: Any, role: str) -> str | list[dict[str, Any]]:
+        """Return the text of a message, or its parts if some are images."""
+        if isinstance(content, list):  # parts, as the OpenAI API has them
+            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+            if all(isinstance(part, str) for part in parts):
+                return "".join(parts)
+            if any(isinstance(part, dict) and part.get("type") in _IMAGES for part in content):
+                if role == "assistant":
+                    raise self.fault("an assistant's message holds an image, and targets write text alone.")
+                return [self._part(part) for part in content]
+        if not isinstance(content, str):
+            raise self.fault(f"the content of a message ({role}) must be text, found {_shown(content)}.")
+        return content
+
+    def _part(self, part: Any) -> dict[str, Any]:
+        """Return a part of a message with images: a text, or an image by its digest."""
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _IMAGES:
+            place = next(
+                (part[key] for key in ("image_url", "image", "url", "path") if part.get(key) is not None), None
+            )
+            place = place.get("url") if isinstance(place, dict) else place
+            if isinstance(place, str) and place:
+                return {"type": "image", "image": self._image(place).digest}
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+        raise self.fault(
+            f"a part of a message must be a text, or an image by its path or data: URL; found {_shown(part)}."
+        )
+
+    def _image(self, place: str) -> ImageSource:
         try:
-            found.append(ImageSource.find(part["image"], folder, where))
-            check_pixels(sum(image.pixels for image in found), where)
+            self.images.append(ImageSource.find(place, self.folder, self.where))
+            check_pixels(sum(image.pixels for image in self.images), self.where)
         except BadInputError as error:
-            raise RowError(where, str(error).removeprefix(f"{where}: ")) from error
-        return {"type": "image", "image": found[-1].digest}
+            raise self.fault(str(error).removeprefix(f"{self.where}: ")) from error
+        return self.images[-1]
 
-    def of_message(message: Message) -> Message:
-        content = message["content"]
-        return message if isinstance(content, str) else message | {"content": [named(part) for part in content]}
-
-    messages, *later = (tuple(of_message(message) for message in turn) for turn in turns)
-    return replace(asked, messages=messages, later=tuple(later), images=tuple(found))
-
-
-def _limited(asked: RowPrompt, where: str) -> RowPrompt:
-    """Return a prompt whose turns can be read as tokens; a raw text loses its beginning elsewhere."""
-    said = chain(asked.messages, *asked.later, *asked.given)
-    parts = chain.from_iterable(m["content"] if isinstance(m["content"], list) else [m["content"]] for m in said)
-    letters = sum(len(part if isinstance(part, str) else part.get("text", "")) for part in parts)
-    if letters > LONGEST_TEXT:
-        raise RowError(where, f"a chat of {letters:,} letters; at most {LONGEST_TEXT:,} are read as tokens.")
-    return asked
-
-
-def chat_messages(turns: Any, where: str) -> list[Message]:
-    """Return messages with `role` and `content`, from either convention. RowError: there is none of these."""
-    if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
-        raise RowError(where, f"expected a list of messages, found {_shown(turns)}.")
-    return [_message(turn, where) for turn in turns]
-
-
-def _recognised(row: Row, where: str, layout: str | None, columns: tuple[str, ...] | None) -> tuple[str, str]:
-    """Return the layout of a row and the key that shows it; a recipe may name both."""
-    asked = None if layout is None and columns is None else columns or _FORCED[layout or "text"]
-    for kind, keys in KEYS.items() if asked is None else [(layout or "text", asked)]:
-        for key in keys:
-            if (value := row.get(key)) is not None:
-                # The key alone does not show everything: trl's conversational `prompt` holds messages.
-                holds_messages = isinstance(value, list) and value and isinstance(value[0], dict)
-                return "messages" if layout is None and holds_messages else kind, key
-    setting = f"layout: {layout}" if columns is None else f"column: {columns[0]}"
-    expected = _EXPECTED if asked is None else f"{', '.join(asked)} (data.prompts says {setting})"
-    present = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
-    present = present if len(present) <= 1000 else f"{present[:997]}..."
-    raise RowError(where, f"expected one of {expected}; found {present or 'no keys'}.")
-
-
-def _question(row: Row, key: str, where: str) -> RowPrompt:
-    asked = _text(row[key], key, where)
-    if key == "instruction" and row.get("input"):
-        asked = f"{asked}\n\n{_text(row['input'], 'input', where)}"
-    return RowPrompt("question", key, messages=_user_turn(asked), given=_given(row, where))
-
-
-def _turns(row: Row, key: str, where: str) -> RowPrompt:
-    turns = row[key]
-    if not isinstance(turns, list) or not turns:
-        raise RowError(where, f"`{key}` must be a list that is not empty, found {_shown(turns)}.")
-    if len(turns) > _MOST_TURNS:
-        raise RowError(where, f"`{key}` holds {len(turns):,} turns; at most {_MOST_TURNS:,} are asked.")
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, str):
-            raise RowError(where, f"`{key}` must hold text; its entry {number} is {_shown(turn)}.")
-    answers = row.get("reference")
-    known = answers if isinstance(answers, list) and all(isinstance(a, str) for a in answers) else []
-    given = tuple(({"role": "assistant", "content": answer},) for answer in known[: len(turns)])
-    asked = [_user_turn(turn) for turn in turns]
-    if not all(asked):  # an empty turn is not asked, and it is not known to which turns the answers belong
-        asked, given = [turn for turn in asked if turn] or [()], ()
-    return RowPrompt("turns", key, messages=asked[0], later=tuple(asked[1:]), given=given)
-
-
-def _chat(row: Row, key: str, where: str) -> RowPrompt:
-    messages = chat_messages(row[key], where)
-    if key == "prompt":
-        messages += _answer(row, where)
-    asking = [n for n, message in enumerate(messages) if message["role"] == "user" and content_text(message).strip()]
-    first = asking[0] if asking else len(messages)
-    # An assistant's turn before any question is no answer, and many templates refuse it.
-    spoken = [m for n, m in enumerate(messages) if n > first or m["role"] != "assistant"]
-    turns = [tuple(group) for _, group in groupby(spoken, lambda message: message["role"] == "assistant")]
-    if not asking:
-        return RowPrompt("messages", key)
-    return RowPrompt("messages", key, messages=turns[0], later=tuple(turns[2::2]), given=tuple(turns[1::2]))
+    def _call(self, call: Any) -> Any:
+        """Return a tool call with its arguments as an object, as templates expect them; engines do the same."""
+        if not isinstance(call, dict):
+            raise self.fault(f"a tool call must be an object, found {_shown(call)}.")
+        function = call.get("function")
+        holder = function if isinstance(function, dict) else call
+        if not isinstance(holder.get("name"), str):
+            raise self.fault(f"a tool call must name its function, found {_shown(call)}.")
+        if isinstance(holder.get("arguments"), str):
+            try:
+                holder = {**holder, "arguments": parse_json(holder["arguments"], "arguments")}
+            except Unreadable:
+                return call  # as the model wrote it: a template that takes text takes this text
+        return {**call, "function": holder} if function is not None else holder
 
 
 def _user_turn(text: str) -> Turn:
-    """Return a user's turn; () if it is empty."""
     return ({"role": "user", "content": text},) if text.strip() else ()
-
-
-def _answer(row: Row, where: str) -> Turn:
-    """Return the answer beside the question of a row; () for none."""
-    for key in _ANSWERS:
-        value = row.get(key)
-        if isinstance(value, str) and value.strip():
-            return ({"role": "assistant", "content": value},)
-        if isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
-            return tuple(chat_messages(value, where))
-    return ()
-
-
-def _given(row: Row, where: str) -> tuple[Turn, ...]:
-    answer = _answer(row, where)
-    return (answer,) if answer else ()
-
-
-def _tools(row: Row, where: str) -> list[Any] | None:
-    """Return the tools of a row: a list, or JSON text of one."""
-    tools = row.get("tools") or row.get("functions")
-    if isinstance(tools, str):
-        try:
-            tools = parse_json(tools, "tools")
-        except Unreadable as error:
-            raise RowError(where, f"`tools` must be a list, or JSON of one: {error.reason}.") from error
-    if tools is not None and not isinstance(tools, list):
-        raise RowError(where, f"`tools` must be a list, or JSON of one; found {_shown(tools)}.")
-    for number, tool in enumerate(tools or [], 1):
-        if not isinstance(tool, dict):
-            raise RowError(where, f"`tools` must hold objects; its entry {number} is {_shown(tool)}.")
-    return _without_nulls(tools) or None
-
-
-def _message(turn: Message, where: str) -> Message:
-    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if not isinstance(role, str):
-        raise RowError(
-            where, f"a message needs `role` and `content` (or `from` and `value`); found the keys {', '.join(turn)}."
-        )
-    role = _NAMES.get(role, role)
-    if role not in _ROLES:
-        raise RowError(where, f"a message has the role {role!r}; expected one of {', '.join(_ROLES)}, human, gpt.")
-    rest = {k: _without_nulls(turn[k]) for k in _READ if turn.get(k) is not None}
-    if calls := rest.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise RowError(where, f"`tool_calls` must be a list, found {_shown(calls)}.")
-        rest["tool_calls"] = [_call(call, where) for call in calls]
-    return {"role": role, "content": _content(content, role, rest, where), **rest}
-
-
-def _content(content: Any, role: str, rest: Message, where: str) -> str | list[dict[str, Any]]:
-    """Return the text of a message, or its parts if some are images.
-
-    The text of an assistant that calls tools or only thinks may be empty.
-    """
-    if content is None and role == "assistant" and any(rest.get(k) for k in _SPEAKING):
-        return ""
-    if isinstance(content, list):  # parts, as the OpenAI API has them
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) == len(parts):
-            return "".join(texts)
-        if any(isinstance(part, dict) and part.get("type") in _IMAGES for part in content):
-            if role == "assistant":
-                raise RowError(where, "an assistant's message holds an image, and targets write text alone.")
-            return [_part(part, where) for part in content]
-    if not isinstance(content, str):
-        raise RowError(where, f"the content of a message ({role}) must be text, found {_shown(content)}.")
-    return content
-
-
-def _part(part: Any, where: str) -> dict[str, Any]:
-    """Return a part of a message with images: a text, or an image with the place where it is."""
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in _IMAGES:
-        place = next((part[key] for key in ("image_url", "image", "url", "path") if part.get(key) is not None), None)
-        place = place.get("url") if isinstance(place, dict) else place
-        if isinstance(place, str) and place:
-            return {"type": "image", "image": place}
-    elif isinstance(part, dict) and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    raise RowError(
-        where, f"a part of a message must be a text, or an image by its path or data: URL; found {_shown(part)}."
-    )
-
-
-def _call(call: Any, where: str) -> Any:
-    """Return a tool call with its arguments as an object, as templates expect them; engines do the same."""
-    if not isinstance(call, dict):
-        raise RowError(where, f"a tool call must be an object, found {_shown(call)}.")
-    function = call.get("function")
-    holder = function if isinstance(function, dict) else call
-    if not isinstance(holder.get("name"), str):
-        raise RowError(where, f"a tool call must name its function, found {_shown(call)}.")
-    arguments = holder.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = parse_json(arguments, "arguments", JSON)
-        except Unreadable:
-            return call  # as the model wrote it: a template that takes text takes this text
-        holder = {**holder, "arguments": parsed}
-    return {**call, "function": holder} if function is not None else holder
 
 
 def _without_nulls(value: Any) -> Any:
@@ -378,12 +370,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
-def _text(value: Any, key: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(where, f"`{key}` must be text, found {_shown(value)}.")
-    return value
 
 
 def _shown(value: Any) -> str:

@@ -251,17 +251,6 @@ def recipe_prompts(
     return collection
 
 
-def read_prompts(
-    sources: Sequence[str | SourceSpec],
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int | None = None,
-    max_tokens: int | None = None,
-    template: Mapping[str, Any] | None = None,
-) -> list[Prompt]:
-    """Return the prompts from all `sources`, one question of each row; see `collect`."""
-    return list(collect(sources, tokenizer, limit, PromptReading(max_tokens, template or {})).prompts)
-
-
 def collect(
     sources: Sequence[str | SourceSpec],
     tokenizer: PreTrainedTokenizerBase,

@@ -53,22 +53,22 @@ def as_specs(sources: Sequence[str | SourceSpec]) -> list[SourceSpec]:
 def check_sources(sources: Sequence[str | SourceSpec]) -> None:
     """Raise BadInputError for a source that cannot exist, or gives no row, before anything expensive is loaded."""
     for source in as_specs(sources):
-        if not is_hub(source.path):
-            first = list(islice(rows_of(source), _TRIED))
-            errors = [error for n, row in enumerate(first, 1) if (error := _error_of(row, source, n)) is not None]
-            if len(errors) == len(first):
-                why = str(errors[0]) if errors else "it is empty."
-                raise BadInputError(f"no prompts in {source.path!r}: {why}")
+        if not is_hub(source.path) and (why := _why_unreadable(source)) is not None:
+            raise BadInputError(f"no prompts in {source.path!r}: {why}")
 
 
-def _error_of(row: Row | RowError, source: SourceSpec, number: int) -> RowError | None:
-    try:
-        if isinstance(row, RowError):
-            return row
-        understand(row, f"{source.path}, row {number}", source.layout, source.column, images_folder(source))
-    except RowError as error:
-        return error
-    return None
+def _why_unreadable(source: SourceSpec) -> str | None:
+    """Return what is wrong with the first row of a source; None if one of the first few can be read."""
+    why = None
+    for number, row in enumerate(islice(rows_of(source), _TRIED), 1):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            understand(row, f"{source.path}, row {number}", source.layout, source.column, images_folder(source))
+            return None
+        except RowError as error:
+            why = why or str(error)
+    return why or "it is empty."
 
 
 def count_rows(source: str | SourceSpec) -> int | None:

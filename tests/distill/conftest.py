@@ -22,6 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses
+from outrider.distill.prompt_table import Prompt
+from outrider.distill.recipe_prompts import PromptReading, collect
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -52,6 +54,11 @@ def data_recipe(output: Path, path: Path | str = "unused", **data: Any) -> Recip
     """Return a recipe with this target, data and output."""
     target = {"path": str(path), "dtype": "float32"}
     return Recipe.from_dict({"name": "t", "target": target, "drafter": {}, "data": data, "output": str(output)})
+
+
+def read_prompts(sources: list[Any], tokenizer: Tokenizer, limit: int | None = None, **reading: Any) -> list[Prompt]:
+    """Return the prompts from all sources, one question of each row."""
+    return list(collect(sources, tokenizer, limit, PromptReading(**reading)).prompts)
 
 
 @pytest.fixture

@@ -22,12 +22,12 @@ from outrider.decode import Decoder
 from outrider.distill import distill, load_responses, provenance
 from outrider.distill.conversation import given_sequences
 from outrider.distill.prompt_table import digest_prompts
-from outrider.distill.recipe_prompts import Collection, PromptReading, collect, read_prompts, recipe_prompts
+from outrider.distill.recipe_prompts import Collection, PromptReading, collect, recipe_prompts
 from outrider.distill.sources import check_sources
 from outrider.recipes import Recipe, SourceSpec
 from outrider.targets import Target
 
-from .conftest import Rows, Tokenizer, assistant, plain, user
+from .conftest import Rows, Tokenizer, assistant, plain, read_prompts, user
 
 U, A, S = user("u"), assistant("a"), {"role": "system", "content": "s"}
 HELLO = "<|user|>hello<|end|><|assistant|>"

@@ -15,7 +15,7 @@ import tokenizers
 import tokenizers.processors
 
 from outrider.common import BadInputError
-from outrider.distill.conversation import given_sequences, next_question, render, sequences, supervised_mask, why_ended
+from outrider.distill.conversation import given_sequences, next_question, render, sequences, supervised_rows, why_ended
 from outrider.distill.dataset_formats import Message
 from outrider.distill.prompt_table import Prompt
 
@@ -308,6 +308,11 @@ CHAT = [
 BOTH = "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
 
 
+def supervised_mask(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:
+    """Return the tokens and the mask of a conversation's last row."""
+    return supervised_rows(tokenizer, messages)[-1]
+
+
 def marked(tokenizer: Any, tokens: list[int], mask: list[bool]) -> str:
     return str(tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]))
 
@@ -323,13 +328,6 @@ def test_the_mask_equals_the_templates_own_generation_markers(tokenizer: Tokeniz
 def test_a_template_without_markers_gives_the_same_mask(tokenizer: Tokenizer) -> None:
     template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     assert supervised_mask(with_template(tokenizer, template), CHAT) == supervised_mask(tokenizer, CHAT)
-
-
-def test_sharegpt_messages_are_understood(tokenizer: Tokenizer) -> None:
-    sharegpt = [
-        {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in CHAT
-    ]
-    assert supervised_mask(tokenizer, sharegpt) == supervised_mask(tokenizer, CHAT)
 
 
 MASKS = {

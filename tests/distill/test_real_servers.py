@@ -21,13 +21,12 @@ import pytest
 
 from outrider.common.server_process import python_of
 from outrider.distill import distill, load_responses, provenance, server_pool
-from outrider.distill.recipe_prompts import read_prompts
 from outrider.recipes import Recipe
 from outrider.serving.launching import VllmLaunch
 from outrider.targets import Target, embedded_path
 
 from ..conftest import place_of
-from .conftest import data_recipe, write_rows
+from .conftest import data_recipe, read_prompts, write_rows
 
 NUM_PROMPTS, PORT = 120, 18741
 

@@ -22,11 +22,11 @@ from huggingface_hub import constants
 
 from outrider.common import BadInputError
 from outrider.distill.dataset_formats import RowError
-from outrider.distill.recipe_prompts import PromptReading, collect, read_prompts
+from outrider.distill.recipe_prompts import PromptReading, collect
 from outrider.distill.sources import Reservoir, check_sources, count_rows, rows_of, title
 from outrider.recipes import SourceSpec
 
-from .conftest import Tokenizer, write_rows
+from .conftest import Tokenizer, read_prompts, write_rows
 
 ROWS = [{"text": "one"}, {"text": "two é"}, {"text": "three"}]
 

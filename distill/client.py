@@ -243,7 +243,7 @@ class Client:
     async def _understood(self, seconds: float, is_first: bool = False) -> AsyncIterator[None]:
         """Turn whatever goes wrong inside, or takes longer, into the errors of `complete`.
 
-        `is_first`: a server that does not even give a status is none.
+        `is_first`: a failure without an HTTP status means that no server is there.
         """
         try:
             async with asyncio.timeout(seconds):

@@ -324,10 +324,10 @@ def given_sequences(
     """Return the rows that a drafter learns from the answers that came with the prompt (`prompt.given`).
 
     Args:
-        max_tokens: longer rows lose their end; those that lose all of their answers are left out.
+        max_tokens: longer rows lose their end; those that lose all of their answers are dropped.
         ending: the target's end tokens; one that is the only one ends an answer of raw text.
         counts: gets the numbers of answers, of those that lose their end, of those without a known one, and of those
-            that the template leaves out: "answers", "answers_cut", "ends_unknown" and "answers_unlearnable".
+            that the template does not write: "answers", "answers_cut", "ends_unknown" and "answers_unlearnable".
 
     Raises:
         BadInputError: the chat template refuses the conversation, or writes nothing that can be learnt.

@@ -308,9 +308,9 @@ class _RowReader:
     def _content(self, content: Any, role: str) -> str | list[dict[str, Any]]:
         """Return the text of a message, or its parts if some are images."""
         if isinstance(content, list):  # parts, as the OpenAI API has them
-            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-            if all(isinstance(part, str) for part in parts):
-                return "".join(parts)
+            texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+            if all(isinstance(text, str) for text in texts):
+                return "".join(map(str, texts))
             if any(isinstance(part, dict) and part.get("type") in _IMAGES for part in content):
                 if role == "assistant":
                     raise self.fault("an assistant's message holds an image, and targets write text alone.")

@@ -46,7 +46,7 @@ _WAIT_SECONDS, _POLL_SECONDS = 120.0, 0.05  # for room on the disk
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine says of the states that it writes.
+    """The facts of an engine that writes states.
 
     Attributes:
         version: of the connector. instance: of this start of the engine, never the same twice.
@@ -151,7 +151,7 @@ def _model_folder(config: Any) -> str:
 
 
 def require_plain(config: Any) -> None:
-    """Raise ValueError if an engine with this `VllmConfig` leaves tokens out, or computes what its files do not say."""
+    """Raise ValueError if an engine of this `VllmConfig` leaves tokens out, or serves another model than its files."""
     if config.cache_config.enable_prefix_caching:
         raise ValueError("hidden states of a cached prefix are not computed: start with --no-enable-prefix-caching")
     if config.scheduler_config.enable_chunked_prefill:
@@ -221,7 +221,7 @@ class OutriderHiddenStates(object if theirs is None else theirs.ExampleHiddenSta
             self._req_futures[pending.req_id] = future
             future.add_done_callback(lambda done: self._on_write_done(pending.req_id, done))
         else:
-            _say_failed(file, f"its disk budget of {self._budget} bytes is full, and nobody reads what is there")
+            _say_failed(file, f"its disk budget of {self._budget} bytes is full, and the states in it are not read")
         self._req_copy_events[pending.req_id] = copied
 
     def _copied(self, pending: Any) -> tuple[torch.Tensor, Any]:

@@ -369,7 +369,7 @@ class EngineStates:
         """
         while True:
             reason = error.reason if isinstance(error, BadAnswerError) else str(error)
-            if failures > _MOST_FAILURES or reason.startswith("HTTP status 4"):  # it would say so again
+            if failures > _MOST_FAILURES or reason.startswith("HTTP status 4"):  # a repeated request has the same fault
                 raise error
             _log.warning("the engine failed (%s); it is asked again", reason)
             self._given_up.wait(0.1 * 2**failures)

@@ -20,11 +20,11 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,9 +56,6 @@ LEAST_BYTES = 4_000_000  # less is not worth a pass of its own
 _SHARDS = 64  # that a store should have, for as many processes to share
 
 _SCALE = "_scale"  # ends the name of the factors of a tensor's vectors
-
-if TYPE_CHECKING:
-    from .engine_states import EngineStates
 
 _log = logging.getLogger(__name__)
 
@@ -139,6 +136,15 @@ def stored_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tap for tap in taps if tap != num_layers))
 
 
+class StatesSource(Protocol):
+    """An engine that makes hidden states in the target's place, once `running` has checked it (`engine_states`)."""
+
+    @property
+    def identity(self) -> list[Any]: ...
+    def running(self, probes: Sequence[Sequence[int]]) -> AbstractContextManager[Any]: ...
+    def of(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Tensor | None, Tensor]]: ...
+
+
 @dataclass(frozen=True)
 class TargetPasses:
     """Hidden states by passes of a loaded target, `AT_ONCE` rows at a time; `taps` are without the last state.
@@ -185,7 +191,7 @@ class FeatureStoreBuilder:
     precision: Precision
     lengths: list[int]
     shards: list[range]
-    engine: EngineStates | None = None
+    engine: StatesSource | None = None
     images: StoredImages | None = None
 
     def run(self, group: LaunchGroup, console: Console | None) -> None:
@@ -373,7 +379,7 @@ class FeatureStore:
         console: Console | None = None,
         shard_bytes: int | None = None,
         group: LaunchGroup | None = None,
-        engine: EngineStates | None = None,
+        engine: StatesSource | None = None,
         images: StoredImages | None = None,
     ) -> FeatureStore:
         """Return the store for this target, data set (its `input_ids`) and taps under `folder`, opened or made.

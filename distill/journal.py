@@ -205,7 +205,7 @@ class Journal:
         return 1 + max((int(file.stem) for file in self.files()), default=-1)
 
     def has(self, number: int) -> bool:
-        """Tell whether there is a file of that number."""
+        """Return whether there is a file of that number."""
         return self._file(number).exists()
 
     def add(self, number: int, answers: Iterable[Answer]) -> None:

@@ -87,7 +87,7 @@ def rows_of(source: SourceSpec, found: Callable[[str], object] = str) -> Iterato
     """Yield the first `source.limit` rows of a source, or the error of a line. BadInputError: it cannot be read.
 
     Args:
-        found: is told the commit of a Hub data set, before its first row.
+        found: gets the commit of a Hub data set, before its first row.
     """
     yield from islice(_all_rows(source, found), source.limit)
 
@@ -171,7 +171,7 @@ def title(source: str) -> str:
 
 
 def is_hub(source: str) -> bool:
-    """Tell whether a source is neither packaged nor a path: what is left is a name on the Hub."""
+    """Return whether a source is neither packaged nor a path: what is left is a name on the Hub."""
     if source.startswith((EMBEDDED, ".", "/", "~")) or Path(source).exists():
         return False
     return Path(source).suffix not in SUFFIXES
@@ -220,7 +220,7 @@ def files_of(source: SourceSpec) -> list[Path]:
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """Yield the files of rows in a folder and the folders in it; those whose names begin with a dot are left out."""
+    """Yield the files of rows in a folder and the folders in it; names that begin with a dot are hidden."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:

@@ -1,4 +1,4 @@
-"""What a recipe may say: one YAML file about one training, validated before any work starts.
+"""The schema of a recipe: one YAML file about one training, validated before any work starts.
 
 `training` and `drafter` are open mappings here: their keys belong to `transformers.TrainingArguments` and to the
 drafter's own config, which validate them. Everything else is typed below, and an unknown key is refused with the
@@ -56,7 +56,7 @@ def finite(value: Any) -> Any:
 
 
 EachOnce = AfterValidator(_each_once)
-Open = Annotated[dict[str, Any], AfterValidator(finite)]  # a mapping whose keys somebody else knows
+Open = Annotated[dict[str, Any], AfterValidator(finite)]  # a mapping whose keys another library checks
 
 
 class Section(BaseModel):
@@ -337,22 +337,19 @@ class DataSpec(Section):
     @model_validator(mode="after")
     def _is_consistent(self) -> DataSpec:
         if self.answers == "given" and (self.servers or self.drafter):
-            raise ValueError(
-                "answers: given takes those of the rows, so nobody else answers; leave out servers, drafter"
-            )
+            raise ValueError("answers: given takes the rows' own answers; leave out servers, drafter")
         if self.servers is not None and self.drafter is not None:
             raise ValueError(
                 "drafter speeds up our own decoder, and servers answer instead of it; leave out one of them"
             )
         if self.servers is None and self.requests != RequestsSpec():
             raise ValueError(
-                "requests says how servers are asked, and there are none; name them (servers), or leave it out"
+                "requests are settings for servers, and there are none; name them (servers), or leave it out"
             )
         if self.verified > 0 and self.drafter is None and self.responses is None:
             raise ValueError(
-                "verified follows the rounds in which our decoder writes the responses, and nobody drafts for it here "
-                "(nor for servers, nor in answers that are given); set drafter to the folder of a drafter that "
-                "speculates meanwhile, or leave out verified"
+                "verified follows the rounds in which our decoder speculates as it writes the responses, and there is "
+                "no drafter; set drafter to the folder of one, or leave out verified"
             )
         if self.features_dtype != "auto" and self.features != "cached":
             raise ValueError(
@@ -361,7 +358,7 @@ class DataSpec(Section):
             )
         if self.on_policy > 0 and self.features != "online":
             raise ValueError(
-                f"on_policy text is written while training, so nobody made features of it; leave out features: "
+                f"on_policy text is written while training, so it has no stored features; leave out features: "
                 f"{self.features}"
             )
         return self

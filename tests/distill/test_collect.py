@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from tokenizers import processors
 from outrider.common import BadInputError
 from outrider.decode import Decoder
 from outrider.distill import distill, load_responses, provenance
-from outrider.distill.conversation import given_sequences
 from outrider.distill.prompt_table import digest_prompts
 from outrider.distill.recipe_prompts import Collection, PromptReading, collect, recipe_prompts
 from outrider.distill.sources import check_sources
@@ -42,11 +40,8 @@ def numbered(letter: str, count: int) -> list[dict[str, Any]]:
     [
         ({"text": "def f():\n"}, "def f():\n"),
         ({"prompt": "def f():\n"}, "def f():\n"),
-        ({"prompt": [user("hello")]}, HELLO),
         ({"question": "hello", "answer": "42"}, HELLO),
         ({"question_id": 81, "category": "writing", "turns": ["hello", "again"]}, HELLO),
-        ({"messages": [user("hello")]}, HELLO),
-        ({"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]}, HELLO),
         ({"conversations": [user("hello"), A, assistant("b")]}, HELLO),
         ({"messages": None, "text": "raw", "question": None}, "raw"),
         (
@@ -128,10 +123,6 @@ def test_tools_reach_the_template(rows: Rows, tokenizer: Tokenizer) -> None:
         ("a.jsonl", "[1]\n", "line 1: is a list; expected an object"),
         ("a.jsonl", "\n", "no prompts in .* it is empty"),
         ("a.jsonl", '{"text": ""}\n', "none of its 1 rows can be used"),
-        ("a.jsonl", '{"txet": "x"}\n', "row 1: expected one of text, .*, messages, conversations, turns; found txet"),
-        ("a.jsonl", '{"messages": "x"}\n', "row 1: expected a list of messages"),
-        ("a.jsonl", '{"messages": [{"text": "x"}]}\n', "a message needs `role` and `content`"),
-        ("a.jsonl", '{"turns": []}\n', "`turns` must be a list that is not empty"),
         ("a.json", '{"text": "x"}', "expected a list of objects"),
         ("a.json", '{"text": "x"}\n{"text": "y"}', r"One object per line is a \.jsonl file"),
         ("a.parquet", "this is no table at all", "not a readable parquet file"),
@@ -192,24 +183,6 @@ def test_a_template_that_refuses_a_conversation_is_quoted(rows: Rows, tokenizer:
         read_prompts([rows("a.jsonl", {"question": "x"})], refusing)
 
 
-@pytest.mark.skipif("OUTRIDER_DATA" not in os.environ, reason="OUTRIDER_DATA names a folder of real prompt files")
-def test_real_prompt_files_are_readable(tokenizer: Tokenizer) -> None:
-    """Every .jsonl under $OUTRIDER_DATA gives a prompt for each of its rows, and what they answer is supervised."""
-    reading = PromptReading(whole=True)
-    for file in sorted(Path(os.environ["OUTRIDER_DATA"]).rglob("*.jsonl")):
-        found = collect([str(file)], tokenizer, reading=reading)
-        assert len(found.prompts) == sum(1 for line in file.open() if line.strip()), file
-        assert len({p.id for p in found.prompts}) == len(found.prompts)
-        for prompt in found.prompts[:200]:
-            supervised = "".join(
-                tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
-                for tokens, mask in (given_sequences(prompt, tokenizer) if prompt.given else ())
-            )
-            for answer in prompt.given:
-                assert "".join(message["content"] for message in answer) in supervised
-        print(file.name, found.counts())
-
-
 def recipe(prompts: list[Any], suites: list[str] | None = None, **data: Any) -> Recipe:
     values = {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": {"prompts": prompts, **data}}
     return Recipe.from_dict({**values, "eval": {"suites": suites or ["code"]}})
@@ -228,11 +201,6 @@ def test_weights_hold_to_the_last_prompt(rows: Rows, tokenizer: Tokenizer) -> No
     limited = recipe_prompts(recipe([{"path": one, "weight": 3}, other], limit=12), tokenizer)
     assert [text[0] for text in texts(limited)].count("a") == 9
     assert len(recipe_prompts(recipe([one, other]), tokenizer).prompts) == 60, "without weights all of it is read"
-
-
-def test_three_sources_are_read_in_turn_after_one_has_ended(rows: Rows, tokenizer: Tokenizer) -> None:
-    sources = [rows(f"{letter}.jsonl", *numbered(letter, count)) for letter, count in (("a", 3), ("b", 1), ("c", 3))]
-    assert texts(collect(sources, tokenizer)) == ["a0", "b0", "c0", "a1", "c1", "a2", "c2"]
 
 
 def test_what_is_asked_twice_is_learnt_once(rows: Rows, tokenizer: Tokenizer) -> None:

@@ -190,7 +190,7 @@ def test_a_planted_fault_is_named_with_its_place(
     assert expected in found.sources[0].examples["malformed"]
 
 
-def test_what_no_template_reads_of_a_message_is_left_out() -> None:
+def test_what_no_template_reads_of_a_message_goes() -> None:
     """A time of a parquet file is no JSON, and a number of the message would tell equal questions apart."""
     notes = {"timestamp": datetime.datetime(2026, 1, 1), "id": 7, "score": 0.5, "metadata": {"by": "x"}}
     kept = {"reasoning_content": "hm", "name": "ann", "tool_call_id": "1"}

@@ -245,7 +245,7 @@ def spoiled(change: Callable[[list[int]], list[int]]) -> Callable[[dict[str, Any
     ],
     ids=["much longer", "ids after its end", "its end twice", "a foreign id", "cut ids", "its prompt"],
 )
-def test_an_answer_that_is_none_to_what_was_asked_is_left_out(
+def test_an_answer_that_is_none_to_what_was_asked_is_dropped(
     change: Any, reason: str, tmp_path: Path, start_scripted: Start
 ) -> None:
     family = FAMILIES["chatml"]

@@ -184,7 +184,7 @@ def test_an_answer_with_a_marker_ends_its_conversation(folder: Path) -> None:
     assert next_question(prompt, [[9]], own.require_tokenizer()) is not None
 
 
-def test_a_row_that_is_cut_inside_an_image_is_left_out(folder: Path) -> None:
+def test_a_row_that_is_cut_inside_an_image_is_dropped(folder: Path) -> None:
     own, messages = target("llava"), [*CONVERSATION["messages"], assistant("A red one.")]
     [prompt] = prompts_of(folder, [{"messages": messages}], "llava", given=True)
     [(tokens, _)] = given_sequences(prompt, own.require_tokenizer())
@@ -196,7 +196,7 @@ def test_a_row_that_is_cut_inside_an_image_is_left_out(folder: Path) -> None:
     assert [row["images"] for row in table] == [[]]
 
 
-def test_a_row_is_left_out_in_which_the_target_wrote_an_image_token(
+def test_a_row_is_dropped_in_which_the_target_wrote_an_image_token(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = target("llava")

@@ -26,7 +26,7 @@ STATIC = "eval: a static tree has its own width and number of nodes; leave out w
 
 
 JOINT = "joint={lora: {}, learning_rate: 0.1}"
-UNDRAFTED = "nobody drafts for it here (nor for servers, nor in answers that are given); set drafter to the folder of"
+UNDRAFTED = "and there is no drafter; set drafter to the folder of one, or leave out verified"
 
 
 def write(folder: Path, text: str) -> str:
@@ -139,7 +139,7 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
         ("eval.temperatures=[0, 0.0]", "eval.temperatures: expected each entry once, found 0.0 twice."),
         ("data.prompts=[{path: a.jsonl, limit: 2}, {path: a.jsonl, limit: 2}]", "once, found a.jsonl twice."),
         ("data.servers=['http://h/v1', 'http://h/v1']", "data.servers: expected each entry once, found http://h/v1"),
-        ("data.requests.retries=2", "data: requests says how servers are asked, and there are none"),
+        ("data.requests.retries=2", "data: requests are settings for servers, and there are none"),
         ("data.sampling.repetition_penalty=1e30", "repetition_penalty: expected a value <= 100"),
         ("template={a: [.nan]}", "template: expected a finite number, found nan."),
         ("output=''", "output: expected some text, found ''."),
@@ -152,7 +152,7 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
         *((f"data.on_policy={share}", "data.on_policy: expected") for share in (1.5, -0.1, "true", "half")),
         (
             "data.on_policy=0.5 & data.features=cached",
-            "nobody made features of it; leave out features: cached",
+            "it has no stored features; leave out features: cached",
         ),
         (
             "data.features_dtype=bfloat16",

@@ -38,6 +38,7 @@ from ..common.locks import locked
 from ..eval import Report
 from ..eval.acceptance import DEEPEST
 from ..eval.reports import plots
+from ..eval.reports.figures import Interval
 from ..eval.tuner import ChainTimes, best_chain
 from ..heads import load_drafter
 from ..heads.registry import drafter_config, is_warm, with_defaults
@@ -296,7 +297,22 @@ def _write_best(comparison: Comparison, finalists: Sequence[Recipe], report: Rep
     lines = scored(place / SCORES)
     for recipe in finalists:
         lines.setdefault(recipe.name, []).append((seconds, report.headline(recipe.name).speedup.value))
-    write_atomically(place / "search.svg", plots.standalone(plots.over_training(lines, best.name)))
+    write_atomically(place / "search.svg", plots.standalone(over_training(lines, best.name)))
+
+
+def over_training(scores: Mapping[str, Sequence[tuple[float, float]]], best: str) -> str:
+    """Return the plot of each candidate's speedup over its seconds of training, with the best one above the others."""
+    names = [*(name for name in scores if name != best), best]
+    figures = {name: {f"{time:.3g} s": _alone(value) for time, value in scores[name]} for name in names}
+    values = [value for line in scores.values() for _, value in line]
+    limits = math.floor(10 * min(1.0, *values)) / 10, math.ceil(10 * max(1.0, *values)) / 10 + 0.1
+    title = "Speedup over the plain target by seconds of training, predicted, and at last measured"
+    colours = [plots.OTHER] * (len(names) - 1) + ["c0"]
+    return plots.curves(title, f"training; in colour: {best}", figures, limits, "×", colours)
+
+
+def _alone(value: float) -> Interval:
+    return Interval(value, math.nan, math.nan)
 
 
 def _why(recipe: Recipe, report: Report, candidates: int, seconds: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -92,6 +94,19 @@ def trend_markdown(versions: Sequence[VersionFigures]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def by_version(title: str, names: Sequence[str], values: Sequence[Interval | None], least: float, unit: str) -> str:
+    """Return the plot of one figure over versions, in their order."""
+    alike = os.path.commonprefix(names)  # noqa: RUF071 (letters of labels, which are no paths)
+    shared = max(alike.rfind(separator) for separator in "@-_/ ") + 1
+    shown = {
+        name[shared:]: value
+        for name, value in zip(names, values, strict=True)
+        if value is not None and math.isfinite(value.value)
+    }
+    most = max(least + 0.5, plots.nice_limit(max([1.0, *map(plots.top_of, shown.values())])))
+    return plots.curves(title, "version", {"τ": shown}, (least, most), unit, colours=["c0"])
+
+
 def trend_html(versions: Sequence[VersionFigures]) -> str:
     """Return the page: no scripts, no external files.
 
@@ -104,14 +119,15 @@ def trend_html(versions: Sequence[VersionFigures]) -> str:
     parts = [label.rpartition("@") for label in labels]
     names = [part[-1] for part in parts] if len({part[0] for part in parts}) == 1 else labels
     drawn = [
-        ("τ, tokens per round", plots.by_version("τ by version", names, [v.tau for v in versions], 1, "")),
+        ("τ, tokens per round", by_version("τ by version", names, [v.tau for v in versions], 1, "")),
         (
             "Speedup over the plain target",
-            plots.by_version("Speedup by version", names, [v.speedup for v in versions], 0, "×"),
+            by_version("Speedup by version", names, [v.speedup for v in versions], 0, "×"),
         ),
     ]
     return page(
         "trend.html.jinja",
+        __package__,
         title=f"{len(versions)} versions, {labels[0]} to {labels[-1]}",
         table=table_of(versions),
         plots=[(title, Markup(svg)) for title, svg in drawn],

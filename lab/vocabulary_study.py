@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -129,18 +130,28 @@ def show(report: VocabularyReport, folder: Path, console: Console) -> None:
     console.print(f"kept in [bold]{escape(str(folder))}[/bold]")
 
 
+def _rest(lost: Interval) -> Interval:
+    """Return the share that is left."""
+    return Interval(1 - lost.value, 1 - lost.high, 1 - lost.low)
+
+
 def save(report: VocabularyReport, folder: Path) -> Path:
     """Write vocabulary.json and vocabulary.svg, into a folder named after the counts; return that folder."""
     place = folder / report.counts_digest[:16]
     lines = {
-        "response tokens covered": [(s.size, s.covered) for s in report.sizes],
-        "acceptance of a perfect drafter at temperature 1": [(s.size, s.alpha_max) for s in report.sizes],
-        "the same at temperature 0": [
-            (s.size, Interval(*(1 - lost for lost in (s.lost_greedy.value, s.lost_greedy.high, s.lost_greedy.low))))
+        "response tokens covered": {f"{s.size:,}": s.covered for s in report.sizes},
+        "acceptance of a perfect drafter at temperature 1": {f"{s.size:,}": s.alpha_max for s in report.sizes},
+        "the same at temperature 0": {
+            f"{s.size:,}": Interval(
+                *(1 - lost for lost in (s.lost_greedy.value, s.lost_greedy.high, s.lost_greedy.low))
+            )
             for s in report.sizes
-        ],
+        },
     }
-    curves = plots.shares_by_size(lines, f"Draft vocabularies of {report.recipe}", "tokens of the draft vocabulary")
+    least = min([0.9, *(share.lowest for line in lines.values() for share in line.values())])
+    limits = math.floor(least * 10) / 10, 1.0
+    title = f"Draft vocabularies of {report.recipe}"
+    curves = plots.curves(title, "tokens of the draft vocabulary", lines, limits, "%")
     drawn = plots.standalone(curves)
     with locked(folder, wait=_PATIENCE):
         place.mkdir(parents=True, exist_ok=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import Console
 from rich.table import Table as Grid
@@ -179,6 +178,7 @@ def html(report: Report) -> str:
     drawn = _COMPARISON_PLOTS if report.is_comparison else ()
     return page(
         "report.html.jinja",
+        __package__,
         comparison=tables.comparison(report) if report.is_comparison else None,
         comparison_plots=[(title, Markup(plot(report))) for title, plot in drawn],
         rules=tables.rules_line(report),
@@ -196,11 +196,11 @@ def html(report: Report) -> str:
     )
 
 
-def page(template: str, **values: object) -> str:
-    """Return a page of this package's templates, with `values` in it."""
-    files = resources.files(__package__)
+def page(template: str, package: str, **values: object) -> str:
+    """Return the page of a template in `package`, or one here that it extends, with `values` in it."""
+    files = ChoiceLoader([PackageLoader(package, "."), PackageLoader(__package__, ".")])
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.loader = FunctionLoader(lambda name: files.joinpath(name).read_text(encoding="utf-8"))
+    environment.loader = files
     return environment.get_template(template).render(**values)
 
 

@@ -132,4 +132,4 @@ def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each
     assert len(spread) == 4  # none where there is no interval
     assert "1: 1.50×" in (svg.get("aria-label") or "")
     across = [float(p.split(",")[0]) for p in (curves[0].get("points") or "").split()]
-    assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2)  # sizes stand on a log scale
+    assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2)  # equally far apart

@@ -107,6 +107,14 @@ def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, ta
         search_recipes([hotter], 0.9, out, search, target)
 
 
+def test_a_search_is_drawn_over_round_numbers() -> None:
+    """Also where they do not begin at one; a candidate that was trained once has a mark."""
+    drawn = ElementTree.fromstring(module.over_training({"a": [(3, 0.66), (81, 1.2)], "b": [(81, 1.41)]}, "b"))
+    labels = [text.text for text in drawn.iter("text") if text.get("text-anchor") == "end"]
+    assert labels == ["0.75×", "1×", "1.25×", "1.5×"]
+    assert [line.get("class") for line in drawn.iter("polyline")] == ["curve cx", "curve c0"]
+
+
 def test_what_diverges_is_left_out_and_anything_else_stops_a_search(recipe, target, tmp_path, monkeypatch):
     """A learning rate at which the loss grows without end; then a full disk, after which nothing is kept as a score."""
     train, failed, full = comparing.train, [], []

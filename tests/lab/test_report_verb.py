@@ -8,7 +8,9 @@ from pathlib import Path
 from typer.testing import CliRunner, Result
 
 from outrider.common.atomic import machine_tag
+from outrider.eval.reports.figures import Interval
 from outrider.eval.reports.render import write_report
+from outrider.lab.trend import by_version
 from outrider.scripts.cli import app
 
 from ..eval.conftest import make_report
@@ -54,6 +56,12 @@ def test_versions_are_drawn_with_what_changed_between_them(tmp_path: Path) -> No
     alike = [write_report(report, tmp_path / f"v{i}" / "report") for i, report in enumerate(reports)]
     made = outrider("lab", "report", *alike, "--out", tmp_path / "trend", "--json")
     assert [v["version"] for v in answer("report-trend", made)["versions"]] == list(map(str, alike))
+
+
+def test_versions_are_told_apart_where_their_names_begin_alike() -> None:
+    names = [f"assistant-eagle3@v{i}" for i in range(8, 12)]
+    drawn = by_version("τ", names, [Interval(2.0, 1.5, 2.5)] * 4, 1.0, "")
+    assert all(f">v{i}</text>" in drawn for i in range(8, 12))
 
 
 def test_what_is_not_understood_is_refused_with_what_there_is(tmp_path: Path) -> None:

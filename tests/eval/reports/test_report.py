@@ -18,7 +18,7 @@ from rich.console import Console
 
 from outrider.common import BadInputError
 from outrider.eval import Report, reports
-from outrider.eval.reports import plots, tables
+from outrider.eval.reports import tables
 from outrider.eval.reports.figures import Interval
 from outrider.eval.reports.render import markdown, markdown_table, print_report, write_report
 
@@ -183,20 +183,6 @@ def test_the_page_tells_accepted_drafts_and_the_targets_own_tokens_apart_round_b
     assert f">{answer}" in page
     assert "Best: code, &lt;p &amp; 0&gt;, τ 2.67, 9 tokens in 3 rounds of draft, the first 8<" in page
     assert "<code>outrider eval &#39;&lt;a &amp; b&gt;&#39;</code>" in page
-
-
-def test_versions_are_told_apart_where_their_names_begin_alike():
-    names = [f"assistant-eagle3@v{i}" for i in range(8, 12)]
-    drawn = plots.by_version("τ", names, [Interval(2.0, 1.5, 2.5)] * 4, 1.0, "")
-    assert all(f">v{i}</text>" in drawn for i in range(8, 12))
-
-
-def test_a_search_is_drawn_over_round_numbers():
-    """Also where they do not begin at one; a candidate that was trained once has a mark."""
-    drawn = ElementTree.fromstring(plots.over_training({"a": [(3, 0.66), (81, 1.2)], "b": [(81, 1.41)]}, "b"))
-    labels = [text.text for text in drawn.iter("text") if text.get("text-anchor") == "end"]
-    assert labels == ["0.75", "1", "1.25", "1.5"]
-    assert [line.get("class") for line in drawn.iter("polyline")] == ["base", "curve c0"]
 
 
 def test_a_report_without_drafters_is_printed_without_plots(report, tmp_path):

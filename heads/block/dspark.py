@@ -92,7 +92,7 @@ class DSparkConfig(DFlashConfig):
         confidence: whether there is a confidence head.
         confidence_reads_markov: it reads the code of the token before, too.
         confidence_weight: of its loss, a binary cross-entropy with Σ min(p, q).
-        temperatures: of the confidences, one for each draft, as `eval.confidence_calibration` fits them; () for 1.
+        temperatures: of the confidences, one for each draft, fitted to rounds; () for 1.
     """
 
     words: ClassVar = {**DFlashConfig.words, "markov_head": ("vanilla", "gated", "rnn")}

@@ -2,59 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from ..scripts.json_schemas import Body, Measured, ReportBody
+from ..pair.manifest import Figure
+from ..scripts.json_schemas import REPORT
+from .claims import Contradiction
 from .load_simulation import Capacity
 from .replay import Replayed
 from .vocabulary_pruning import VocabularyReport
 from .watching import WatchEvent
 
 
-class ContradictionBody(Body):
-    """Two statements of a file that cannot both hold: the mistake's name, and what stands there."""
-
-    name: str
-    line: str
-
-
-class ReportCheckBody(Body):
-    """The contradictions of each file that was checked."""
-
-    files: dict[str, list[ContradictionBody]]
-
-
-class ReportFormsBody(Body):
-    """The files that were written, by form, and the conventions of what they say."""
-
-    files: dict[str, str]
-    conventions: str
-
-
-class TrendVersionBody(Body):
+@dataclass(frozen=True)
+class TrendVersion:
     """One version over time, and what changed since the one before."""
 
     version: str
     created: str
-    tau: Measured
-    speedup: Measured
+    tau: Figure
+    speedup: Figure
     changes: list[str]
-
-
-class ReportTrendBody(Body):
-    """The folder of the page, and the versions in their order."""
-
-    folder: str
-    versions: list[TrendVersionBody]
 
 
 BODIES: dict[str, Any] = {
     "vocab": VocabularyReport,
     "capacity": Capacity,
     "replay": Replayed,
-    "search": ReportBody,
+    "search": REPORT,
     "watch": WatchEvent,
-    "report-check": ReportCheckBody,
-    "report-forms": ReportFormsBody,
-    "report-trend": ReportTrendBody,
+    "report-check": {"files": dict[str, list[Contradiction]]},
+    "report-forms": {"files": dict[str, str], "conventions": str},
+    "report-trend": {"folder": str, "versions": list[TrendVersion]},
 }

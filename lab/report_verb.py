@@ -78,7 +78,7 @@ def _check(files: list[Path], signers: Path | None, identity: str | None, as_jso
             signed_by = "" if by is None else f"signed by {by.name or 'a key that --signer can name'}, {by.fingerprint}"
         lines += [f"[red]✗[/red] {escape(f'{file}: {c.name}: {c.line}')}" for c in wrong]
         lines += [] if wrong else [f"[green]✓[/green] {escape(f'{file}: what it says holds together; {signed_by}')}"]
-    body = {"files": {file: [vars(c) for c in wrong] for file, wrong in found.items()}}
+    body = {"files": found}
     finish(as_json, "report-check", body, _FINDING * any(found.values()), lambda: print_lines(lines))
 
 
@@ -135,6 +135,7 @@ def _write_trend(
     subjects: list[str], temperature: float | None, registry: str | None, out: Path, replace: bool, as_json: bool
 ) -> None:
     from ..eval.reports.render import print_table
+    from ..pair.manifest import Figure
     from .trend import differences, table_of, trend_html, trend_markdown
 
     for name in ("trend.md", "trend.html"):
@@ -147,7 +148,13 @@ def _write_trend(
             write_atomically(out / name, text)
     changes = [[], *(differences(before, after) for before, after in pairwise(versions))]
     rows = [
-        {"version": v.label, "created": v.created, "tau": v.tau, "speedup": v.speedup, "changes": own}
+        {
+            "version": v.label,
+            "created": v.created,
+            "tau": Figure.of(v.tau),
+            "speedup": Figure.of(v.speedup),
+            "changes": own,
+        }
         for v, own in zip(versions, changes, strict=True)
     ]
     console = console_for(as_json)

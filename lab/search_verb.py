@@ -38,7 +38,7 @@ def search(
     loaded = recipes_of(recipes)
     require_place(out, COMPARISON)
     from ..eval.reports.render import print_comparison
-    from ..scripts.json_schemas import ReportBody
+    from ..scripts.json_schemas import report_fields
     from .recipe_search import Search
     from .recipe_search import search as run
 
@@ -48,4 +48,4 @@ def search(
         print_comparison(report, console)
         console.print(f"report: [bold]{escape(str(out / 'report'))}[/bold]")
         console.print(f"best recipe: [bold]{escape(str(out / 'best.yaml'))}[/bold]")
-    finish(as_json, "search", ReportBody.of(report, out / "report"))
+    finish(as_json, "search", report_fields(report, out / "report"))

@@ -45,7 +45,7 @@ class ProbeResult:
         verdict: "fresh", "stale", or "incompatible" (nothing was measured).
         certain: whether the interval of `ratio` lies on one side of 1 − tolerance.
         ratio: deciding τ on the new target ÷ on the pair's own.
-        alpha, baseline: acceptance at depth 1 (analytic, temperature 1) on the new target and on the pair's own.
+        alpha, alpha_baseline: acceptance at depth 1 (analytic, temperature 1) on the new target and on the pair's own.
         tau, tau_baseline: deciding τ on the calibration prompts, on the new target and on the pair's own.
         tau_predicted: the pair's headline τ on the new target; nan where the pair has no report.
         lines: all of it in words.
@@ -55,7 +55,7 @@ class ProbeResult:
     certain: bool = True
     ratio: Interval = _UNKNOWN
     alpha: Interval = _UNKNOWN
-    baseline: Interval = _UNKNOWN
+    alpha_baseline: Interval = _UNKNOWN
     tau: Interval = _UNKNOWN
     tau_baseline: Interval = _UNKNOWN
     tau_predicted: Interval = _UNKNOWN
@@ -190,7 +190,7 @@ def _figures(
     ]
     if not math.isnan(result.tau_predicted.value):
         lines.append(f"predicted τ on the pair's suites: {result.tau_predicted.text()}")
-    alpha = f"{result.alpha.text()}, was {result.baseline.text()}"
+    alpha = f"{result.alpha.text()}, was {result.alpha_baseline.text()}"
     if top1 is None:
         return [*lines, f"first drafts accepted: {alpha}"]
     agreed, agreed_then = (interval.text() for interval in top1)

@@ -359,7 +359,7 @@ def evaluate(
     from ..common.locks import locked
     from ..eval.reports.render import print_report, write_report
     from .eval_setup import EvalOptions, load_subject
-    from .json_schemas import ReportBody
+    from .json_schemas import report_fields
 
     if detect is not None and (limit is not None or quick):
         raise BadInputError("--detect chooses how many prompts are measured; leave --limit and --quick out.")
@@ -383,7 +383,7 @@ def evaluate(
         write_report(report, folder)
     print_report(report, console)
     console.print(f"report: [bold]{escape(str(folder))}[/bold]")
-    finish(as_json, "eval", ReportBody.of(report, folder))
+    finish(as_json, "eval", report_fields(report, folder))
 
 
 @app.command()
@@ -407,14 +407,14 @@ def compare(
     require_place(out, COMPARISON)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
-    from .json_schemas import ReportBody
+    from .json_schemas import report_fields
 
     console = console_for(as_json)
     report = run(loaded, budget, out, console=console)
     if not as_json:
         print_comparison(report, console)
         console.print(f"report: [bold]{escape(str(out / 'report'))}[/bold]")
-    finish(as_json, "compare", ReportBody.of(report, out / "report"))
+    finish(as_json, "compare", report_fields(report, out / "report"))
 
 
 @app.command()
@@ -557,7 +557,7 @@ def refresh(
     from ..pair.refresh import How
     from ..pair.refresh import refresh as run
     from ..train.stopping import Until
-    from .json_schemas import PairBody
+    from .json_schemas import pair_fields
 
     require_place(out, REFRESH, what="the refresh")
     console = console_for(as_json)
@@ -565,7 +565,7 @@ def refresh(
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
     made = run(loaded, changed, out, changes or [], console, How(low_rank, seconds, until))
     print_pair(made, console)
-    finish(as_json, "refresh", PairBody.of(made))
+    finish(as_json, "refresh", pair_fields(made))
 
 
 @app.command()
@@ -589,7 +589,6 @@ def gate(
     from ..eval.reports.gate import gate as run
     from ..eval.reports.gate import to_junit, to_markdown
     from ..pair import PairFiles, gate_pairs, report_in
-    from .json_schemas import GateBody
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
         result = gate_pairs(PairFiles.load(pair), PairFiles.load(against), tolerance, confidence, sequential)
@@ -601,7 +600,7 @@ def gate(
             write_atomically(file, text(result))
     colour = "green" if result.passed else "red"
     lines = [f"[{colour}]{escape(result.lines[0])}[/{colour}]", *map(escape, result.lines[1:])]
-    finish(as_json, "gate", GateBody.of(result), 0 if result.passed else FINDING, lambda: print_lines(lines))
+    finish(as_json, "gate", result, 0 if result.passed else FINDING, lambda: print_lines(lines))
 
 
 @app.command()

@@ -52,7 +52,7 @@ def new(
     from ..heads import load_drafter
     from ..pair import new_pair
     from .eval_setup import load_target, report_folder, require_own_target, trained_drafter
-    from .json_schemas import PairBody
+    from .json_schemas import pair_fields
 
     console = console_for(as_json)
     saved = drafter or trained_drafter(loaded)
@@ -68,7 +68,7 @@ def new(
         )
     made = new_pair(folder, target, bound, loaded, measured, console=console)
     print_pair(made, console)
-    finish(as_json, "pair-new", PairBody.of(made))
+    finish(as_json, "pair-new", pair_fields(made))
 
 
 @pair_app.command()
@@ -180,12 +180,12 @@ def pull(
 ) -> None:
     """Write a version from a registry into a folder; every byte is verified."""
     from ..pair.registry import PairReference
-    from .json_schemas import PairBody
+    from .json_schemas import pair_fields
 
     console = console_for(as_json)
     pair = opened_registry(registry).pull(PairReference.parse(version), folder.expanduser(), console)
     console.print(f"{escape(pair.name)} version {pair.version}: [bold]{escape(str(pair.folder))}[/bold], intact")
-    finish(as_json, "pair-pull", PairBody.of(pair))
+    finish(as_json, "pair-pull", pair_fields(pair))
 
 
 @pair_app.command()
@@ -196,7 +196,7 @@ def log(
 ) -> None:
     """The versions in a registry, each after the one that it was made from, with their τ."""
     from ..pair.comparison import lineage
-    from .json_schemas import VersionBody
+    from .json_schemas import version_fields
 
     opened = opened_registry(registry)
     versions = opened.versions(name)
@@ -209,7 +209,7 @@ def log(
             there = sorted({version.manifest.name for version in opened.versions()})
             lacking = f"no pair called {name!r}; there are {', '.join(there)}" if there else "no versions yet"
             console.print(escape(f"{lacking}; `outrider pair push` adds one"), style="dim")
-    body = {"registry": opened.store.where, "versions": [VersionBody.of(version) for version in versions]}
+    body = {"registry": opened.store.where, "versions": [version_fields(version) for version in versions]}
     finish(as_json, "pair-log", body)
 
 

@@ -19,7 +19,7 @@ class VerbGroup:
     Attributes:
         app: the verbs. Importing it must not import torch.
         examples: command lines of `--help`, by "GROUP VERB".
-        bodies: returns the types of the verbs' JSON answers by kind.
+        bodies: returns the verbs' JSON answers by kind: each a type, or types by the names of fields.
         speaking: verbs whose output appears as it is made.
     """
 

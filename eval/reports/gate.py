@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
 from scipy.special import ndtri
@@ -19,7 +18,7 @@ from scipy.special import ndtri
 from ...common import BadInputError
 from ...common.terminal import visible
 from .advice import alike
-from .figures import Interval, PromptRecord, Ratio
+from .figures import Interval, Number, PromptRecord, Ratio
 from .report import Report
 from .sequential import FIRST_LOOK, POWER, looks, prompts_to_decide
 from .statistics import Bootstrap
@@ -37,7 +36,7 @@ class GateFinding:
         conclusion: `PASSED`, `FAILED` or `UNDECIDED`.
         ratio: τ_new / τ_old; the interval's ends are one-sided bounds.
         line: the finding in words.
-        before, after: τ of the baseline, and now; nan where a report has none.
+        tau_before, tau_after: τ of the baseline, and now; nan where a report has none.
         smallest_drop: relative, the smallest that four of five such comparisons detect; nan without an interval, and
             of a sequential verdict, whose number of prompts is no choice.
     """
@@ -46,9 +45,9 @@ class GateFinding:
     conclusion: str
     ratio: Interval
     line: str
-    smallest_drop: float = math.nan
-    before: float = math.nan
-    after: float = math.nan
+    smallest_drop: Number
+    tau_before: Number
+    tau_after: Number
 
 
 @dataclass(frozen=True)
@@ -92,23 +91,29 @@ class GateResult:
 
     Attributes:
         passed: False only for a proven drop.
-        lines: all of it for people, the summary first, warnings and notes last.
         label: the contestant, in words.
-        targets: the fingerprints' digests of both reports' targets, the new one first.
+        target, baseline_target: the digests of both reports' targets.
+        remarks: warnings and notes.
     """
 
     passed: bool
-    lines: list[str]
-    findings: list[GateFinding] = field(default_factory=list)
-    label: str = ""
-    tolerance: float = math.nan
-    confidence: float = math.nan
-    targets: tuple[str, str] = ("", "")
+    label: str
+    tolerance: float
+    confidence: float
+    target: str
+    baseline_target: str
+    same_target: bool
+    findings: list[GateFinding]
+    remarks: list[str]
 
     @property
-    def remarks(self) -> list[str]:
-        """The lines that are neither the summary nor a finding: warnings and notes."""
-        return self.lines[1 + len(self.findings) :]
+    def lines(self) -> list[str]:
+        """All of it for people: a summary, the findings, and the remarks."""
+        summary = (
+            f"gate {'passed' if self.passed else 'FAILED'}: {self.label}, τ may fall by {self.tolerance:.1%}, "
+            f"{self.confidence:.0%} one-sided confidence"
+        )
+        return [summary, *(finding.line for finding in self.findings), *self.remarks]
 
 
 def gate(
@@ -143,18 +148,25 @@ def gate(
     if name is None:
         raise BadInputError("the report holds no drafter; there is nothing to gate.")
     _same_conditions(report, baseline, name)
-    judge = partial(_judge, report, baseline, name, tolerance, confidence, sequential)
-    temperatures = report.conditions.temperatures
-    findings = [judge(t, beside if beside is not None and beside.temperature == t else None) for t in temperatures]
-    passed = all(f.conclusion != FAILED for f in findings)
-    label = report.contestant(name).label
-    summary = (
-        f"gate {'passed' if passed else 'FAILED'}: {label}, τ may fall by {tolerance:.1%}, "
-        f"{confidence:.0%} one-sided confidence"
+    findings = []
+    for temperature in report.conditions.temperatures:
+        more = beside if beside is not None and beside.temperature == temperature else None
+        compared = _compared(report, baseline, name, temperature, confidence, more)
+        if sequential:
+            compared = _at_first_verdict(compared, 1 - tolerance, confidence)
+        findings.append(_judge(compared, temperature, tolerance, confidence, sequential))
+    target, baseline_target = (str(r.conditions.target.get("fingerprint")) for r in (report, baseline))
+    return GateResult(
+        passed=all(f.conclusion != FAILED for f in findings),
+        label=report.contestant(name).label,
+        tolerance=tolerance,
+        confidence=confidence,
+        target=target,
+        baseline_target=baseline_target,
+        same_target=target == baseline_target,
+        findings=findings,
+        remarks=_remarks(report, baseline, target, baseline_target),
     )
-    new, old = (str(r.conditions.target.get("fingerprint")) for r in (report, baseline))
-    lines = [summary, *(f.line for f in findings), *_remarks(report, baseline, new, old)]
-    return GateResult(passed, lines, findings, label, tolerance, confidence, (new, old))
 
 
 def _same_conditions(report: Report, baseline: Report, name: str) -> None:
@@ -182,20 +194,10 @@ def _conditions(report: Report, name: str) -> dict[str, object]:
 
 
 def _judge(
-    report: Report,
-    baseline: Report,
-    name: str,
-    tolerance: float,
-    confidence: float,
-    sequential: bool,
-    temperature: float,
-    beside: GateComparison | None,
+    compared: _Compared, temperature: float, tolerance: float, confidence: float, sequential: bool
 ) -> GateFinding:
-    compared = _compared(report, baseline, name, temperature, confidence, beside)
-    floor = 1 - tolerance
-    if sequential:
-        compared = _at_first_verdict(compared, floor, confidence)
-    ratio = compared.ratio
+    """Return the finding that a comparison amounts to."""
+    ratio, floor = compared.ratio, 1 - tolerance
     if ratio.known and ratio.high < floor:
         conclusion, why = FAILED, f"τ fell by more than {tolerance:.1%}"
     elif ratio.known and ratio.low >= floor:
@@ -382,7 +384,7 @@ def to_markdown(result: GateResult) -> str:
     for finding in result.findings:
         mark = {PASSED: "✅", FAILED: "❌"}.get(finding.conclusion, "⚠️")
         drop = "–" if math.isnan(finding.smallest_drop) else f"{finding.smallest_drop:.1%}"
-        figures = f"{_shown(finding.before)} | {_shown(finding.after)} | {finding.ratio.text(3)}"
+        figures = f"{_shown(finding.tau_before)} | {_shown(finding.tau_after)} | {finding.ratio.text(3)}"
         rows.append(f"| {finding.temperature:g} | {figures} | {mark} {finding.conclusion} | {drop} |")
     return "\n".join(
         [

@@ -10,8 +10,8 @@ import torch
 
 from outrider.common import BadInputError
 from outrider.decode import Sampling
-from outrider.lab.confidence_calibration import ConfidenceSample, bins_of, calibration_error, collect, fit
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
+from outrider.lab.confidence_calibration import ConfidenceSample, bins_of, calibration_error, collect, fit
 from outrider.targets import Target
 
 

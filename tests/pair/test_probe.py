@@ -28,7 +28,7 @@ def test_the_same_target_is_fresh_with_a_ratio_of_exactly_one(kind, make_pair, m
     assert (result.verdict, result.certain, result.exit_code) == ("fresh", True, 0)
     assert result.ratio == Interval(1.0, 1.0, 1.0)
     assert result.tau == result.tau_baseline
-    assert result.alpha == result.baseline
+    assert result.alpha == result.alpha_baseline
 
 
 @pytest.mark.parametrize("temperatures", [[0.0], [1.0]], ids=["greedy", "sampled"])
@@ -37,7 +37,7 @@ def test_a_strongly_changed_target_is_stale(temperatures, make_pair, make_target
     measured = measured_at(recipe, temperatures=temperatures)
     result = probe(make_pair("draft_model", recipe=measured), make_target(noise=0.1))
     assert (result.verdict, result.certain, result.exit_code) == ("stale", True, 1)
-    assert result.baseline.value == pytest.approx(1.0, abs=1e-4)
+    assert result.alpha_baseline.value == pytest.approx(1.0, abs=1e-4)
     assert result.alpha.high < 0.9
     assert result.ratio.high < 0.95
     assert "stale" in result.lines[-1]

@@ -22,7 +22,7 @@ from outrider.eval.reports.render import html, markdown, print_report
 from outrider.eval.suites import make_suite
 from outrider.heads import DraftModel
 from outrider.recipes import EvalSpec
-from outrider.scripts.json_schemas import ReportBody
+from outrider.scripts.json_schemas import report_fields
 from outrider.targets import Target
 
 from ..conftest import make_report
@@ -115,7 +115,7 @@ def test_remarks_stand_in_every_form_of_a_report(tmp_path: Path) -> None:
     assert f"note: {said}" in out.getvalue()
     assert f"> {said}" in markdown(report)
     assert said in html(report)
-    assert ReportBody.of(report, tmp_path).remarks == [said]
+    assert report_fields(report, tmp_path)["remarks"] == [said]
 
 
 def told(
@@ -191,5 +191,5 @@ def test_the_decision_stands_in_every_form_of_a_report(tmp_path: Path) -> None:
     assert out.getvalue().endswith(f"{said}\n")
     assert f"**{said}**" in markdown(report)
     assert f"<title>{escape(said)}</title>" in html(report)
-    assert ReportBody.of(report, tmp_path).decision == said
+    assert report_fields(report, tmp_path)["decision"] == said
     assert decision(report.model_copy(update={"contestants": report.contestants[1:]})) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ from scipy import stats
 
 from outrider.common import BadInputError
 from outrider.eval import Interval, Ratio, Report
-from outrider.eval.reports.gate import Counted, GateComparison, GateResult, gate, to_junit, to_markdown
+from outrider.eval.reports.gate import Counted, GateComparison, gate, to_junit, to_markdown
 from outrider.eval.reports.render import markdown
 from outrider.eval.reports.report import SuiteInfo
 from outrider.eval.reports.statistics import Bootstrap
@@ -366,7 +367,7 @@ def test_later_turns_after_other_answers_are_no_pairs_and_contexts_no_prompts_of
 def test_both_sides_are_said_as_they_are():
     """τ = emitted / rounds, of all prompts together."""
     finding = gate(make_report([[2, 4], [3, 3]]), make_report([[1, 1], [2, 0]])).findings[0]
-    assert (finding.before, finding.after) == (2.0, 4.0)
+    assert (finding.tau_before, finding.tau_after) == (2.0, 4.0)
 
 
 def test_the_smallest_drop_is_found_in_four_runs_of_five():
@@ -390,7 +391,7 @@ def test_two_targets_are_named():
     baseline.conditions.target["fingerprint"] = "0123456789abcdef"
     result = gate(report, baseline)
     assert result.passed
-    assert result.targets == ("fedcba9876543210", "0123456789abcdef")
+    assert (result.target, result.baseline_target) == ("fedcba9876543210", "0123456789abcdef")
     assert result.remarks == [
         "note: the two reports are about different targets (fedcba987654… here, 0123456789ab… in the "
         "baseline): what their difference made easier or harder to predict is in the ratio, too"
@@ -399,7 +400,7 @@ def test_two_targets_are_named():
 
 def test_names_from_outside_make_no_xml_and_no_markdown() -> None:
     label = "x\x1b]0;\x07</testsuite> <img src=//h>](http://h) | ``` \ud800\n# heading"
-    result = GateResult(True, ["passed", f"note: {label}"], [], label)
+    result = replace(gate(*[drawn(5, 0.6)] * 2), label=label, remarks=[f"note: {label}"])
     assert ElementTree.fromstring(to_junit(result))[0].tag == "testsuite"  # a control character is no XML
     page = to_markdown(result)
     assert not any(forbidden in page for forbidden in ("\x1b", "<img", "](http", "```", "\ud800", "\n# heading"))
@@ -424,7 +425,7 @@ def test_a_sequential_gate_says_how_many_prompts_decide_it_and_needs_few_for_a_c
     (failed,), (open_still,) = clear.findings, close.findings
     assert (failed.conclusion, open_still.conclusion) == ("failed", "not enough data")
     assert "12 of 120 prompts decide it, bounds for every look; all of them: " in failed.line
-    assert failed.after / failed.before == pytest.approx(failed.ratio.value), "τ of the prompts that decided"
+    assert failed.tau_after / failed.tau_before == pytest.approx(failed.ratio.value), "τ of the prompts that decided"
     assert math.isnan(failed.smallest_drop), "which is told of fixed numbers of prompts"
     fixed = gate(drawn(120, 0.6, seed=1), drawn(120, 0.6), 0.0).findings[0].ratio
     wider = open_still.ratio

@@ -269,27 +269,36 @@ def shortest_first(suite: Suite) -> Suite:
     return make_suite(suite.name, sorted(suite.prompts, key=lambda prompt: len(prompt.tokens)))
 
 
+@dataclass(frozen=True)
 class GrownStage:
-    """The last stage of the quickstart, see `scripts.quickstart.QuickstartStage`."""
+    """The last stage of the quickstart, see `scripts.quickstart.QuickstartStage`.
 
-    title = "at real size, the same text"
+    Attributes:
+        seconds: that the measurement may take.
+        shapes: sizes that are tried, the largest first.
+        tokens: of an answer.
+    """
+
+    title: str = "at real size, the same text"
+    seconds: float = 60.0
+    shapes: tuple[str, ...] = ("8b", "tinyllama-1.1b", "0.4b")
+    tokens: int = 32
 
     def run(self, place: Workplace) -> str:
         """Measure target and head of version 1 at the largest size whose memory and measurement fit."""
-        budget = place.budget
-        until = time.perf_counter() + budget.grown_seconds
+        until = time.perf_counter() + self.seconds
         clear_away(place.out / "grown")  # an earlier story's
         head = load_drafter(place.out / "drafter", place.target)
-        suites = [shortest_first(suite) for suite in place.suites(place.target, budget.suite_prompts)]
-        settings = place.recipe.eval.model_copy(update={"max_new_tokens": budget.grown_tokens})
+        suites = [shortest_first(suite) for suite in place.suites(place.target, place.budget.suite_prompts)]
+        settings = place.recipe.eval.model_copy(update={"max_new_tokens": self.tokens})
         found = place.tuning.batches[0]
         measurement = GrownMeasurement(place.target, head, found, suites, settings, until, place.console)
         try:
-            run = measurement.run(budget.shapes, measure_weights(place.target.device)) if budget.shapes else None
+            run = measurement.run(self.shapes, measure_weights(place.target.device))
         except (OutriderError, RuntimeError) as error:  # the earlier stages stand; torch lacks memory as a RuntimeError
             return f"no size could be measured: {str(error).splitlines()[0]}"
         if run is None:
-            return f"no size of {', '.join(budget.shapes) or 'none'} fits the memory here"
+            return f"no size of {', '.join(self.shapes)} fits the memory here"
         write_report(run.report, place.out / "grown")
         write_json(place.out / "grown.json", run.to_dict())
         return run.sentence()

@@ -66,10 +66,13 @@ from .eval_setup import tuned_contestant
 RECIPE = "embedded-eagle1"
 STORY = "story.json"
 
-START = 25.0  # imports, loading, reports, checkpoints, and the pace itself
-_PROMPT = 150  # tokens of a mean prompt
-_TUNE_TOKENS = 85  # requests of one tuning of three prompts per suite, in those of the plain target
-_MEASURED = 5.0  # times that the suites are completed, in those of the plain target
+SUITES = ("code", "docs")  # what is measured, each time
+BASELINES = ("ngram",)
+LORA_RATE, LORA_RANK = 4e-3, 32  # of the fine-tune that changes the target
+# Of the gate. The tolerance is the smallest that 80 prompts decide in 4 runs of 5 if nothing fell: over 100 of them the
+# ratio of two τ had a standard error of 2.3%, so over 80 one of 2.6%, and a bound at 95% needs 2.5 times that.
+# `outrider gate` by itself takes 3%, for which 560 prompts are needed.
+TOLERANCE, CONFIDENCE = 0.07, 0.95
 
 
 def tell(out: Path, console: Console, budget: QuickstartBudget | None = None) -> bool:
@@ -127,7 +130,7 @@ class Workplace:
     @cached_property
     def verdict(self) -> GateResult:
         """The gate's result for version 2 against version 1."""
-        return gate_pairs(self.refreshed, self.pair, self.budget.tolerance, self.budget.confidence)
+        return gate_pairs(self.refreshed, self.pair, TOLERANCE, CONFIDENCE)
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -146,7 +149,7 @@ class Workplace:
 
     def suites(self, target: Target, first: int | None = None, last: int | None = None) -> list[Suite]:
         """Return the suites with their `first` prompts, or their `last` ones."""
-        found = load_suites(self.budget.suites, target.require_tokenizer(), first)
+        found = load_suites(SUITES, target.require_tokenizer(), first)
         return [make_suite(s.name, s.prompts[-last:]) for s in found] if last else found
 
 
@@ -250,6 +253,7 @@ class QuickstartStage(Protocol):
     """A last stage that a package registers under `outrider.quickstart`."""
 
     title: str
+    seconds: float  # that it may take
 
     def run(self, place: Workplace) -> str:
         """Run the stage, and return what it found in a sentence."""
@@ -339,8 +343,7 @@ def closing_table(place: Workplace) -> Table:
     first, second = Report.load(place.out / "report"), place.refreshed
     rows = [(f"v1: {c.label}", first.headline(c.name)) for c in first.contestants if c.kind == "drafter"]
     rows += [("v2 on the changed target", newest_report(second).headline())]
-    budget, conditions = place.budget, first.conditions
-    note = f"{sum(s.num_prompts for s in conditions.suites)} prompts of {' and '.join(budget.suites)}, greedy"
+    note = f"{sum(s.num_prompts for s in first.conditions.suites)} prompts of {' and '.join(SUITES)}, greedy"
     note += f", {place.measured.dtype}, batch 1, [95% interval over prompts]"
     for stage in LAST_STAGES:
         more, conditions_there = stage.rows(place)
@@ -359,10 +362,10 @@ def fine_tune(recipe: Recipe, budget: QuickstartBudget, folder: Path, console: C
     """Train a LoRA adapter on the packaged prose; return the mean losses of the first and last tenth of the steps."""
     target = Target.load(**recipe.target.to_load() | {"dtype": "float32"})
     torch.manual_seed(recipe.data.sampling.seed)
-    lora = LoraConfig(r=budget.lora_rank, lora_alpha=2 * budget.lora_rank, target_modules="all-linear")
+    lora = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
     model = get_peft_model(target.model, lora)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=budget.lora_rate)
+    optimizer = torch.optim.AdamW(trained, lr=LORA_RATE)
     losses, windows = [], prose_windows(target, budget)
     with progress(console, "fine-tuning", budget.lora_steps, transient=True) as advance:
         for tokens in windows:
@@ -394,50 +397,23 @@ def prose_windows(target: Target, budget: QuickstartBudget) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class QuickstartBudget:
-    """Everything that decides how long the quickstart takes; how many prompts fit is measured (`QuickstartSizes`).
+    """Everything that decides how long the quickstart takes; how many prompts fit is measured (`QuickstartSizes`)."""
 
-    Attributes:
-        seconds: that the whole story may take.
-        prompts, least_prompts: of the first training, at most and at least.
-        refresh_share: the share of them that the refresh gets.
-        new_tokens: how long the target's responses to them are at most.
-        train_seconds, refresh_seconds: of each training.
-        suites, suite_prompts, suite_tokens, repeats: what is measured, each time.
-        tune_prompts, tune_tokens: what the plan is tuned on, per suite: its last prompts, which are not measured.
-        gate_prompts: what pair v1 remembers, so that probes repeat some and the gate counts all.
-        lora_steps, lora_rows, lora_length, lora_rate, lora_rank: the LoRA fine-tune that changes the target.
-        tolerance, confidence: of the gate. The tolerance is the smallest that so many prompts decide in 4 runs of 5 if
-            nothing fell: over 100 of them the ratio of two τ had a standard error of 2.3%, so over 80 one of 2.6%,
-            and a bound at 95% needs 2.5 times that. `pair gate` by itself takes 3%, for which 560 prompts are needed.
-        shapes, grown_seconds, grown_tokens: real sizes, the largest first; the time that measuring one may take, and
-            how long its answers are.
-    """
-
-    seconds: float = 350.0
-    prompts: int = 960
+    seconds: float = 350.0  # for all of it
+    prompts: int = 960  # of the first training, at most
     least_prompts: int = 320
-    refresh_share: float = 0.3
-    new_tokens: int = 48
+    refresh_share: float = 0.3  # of them, for the refresh
+    new_tokens: int = 48  # of the target's responses to them, at most
     train_seconds: float = 90.0
     refresh_seconds: float = 20.0
-    suites: tuple[str, ...] = ("code", "docs")
-    suite_prompts: int = 9
+    suite_prompts: int = 9  # of each suite, measured each time
     suite_tokens: int = 40
-    repeats: int = 1
-    baselines: tuple[str, ...] = ("ngram",)
-    tune_prompts: int = 2
+    tune_prompts: int = 2  # the last ones of each suite, which are not measured
     tune_tokens: int = 20
-    gate_prompts: int = 80
+    gate_prompts: int = 80  # that pair v1 remembers: probes repeat some, and the gate counts all
     lora_steps: int = 75
     lora_rows: int = 4
     lora_length: int = 96
-    lora_rate: float = 4e-3
-    lora_rank: int = 32
-    tolerance: float = 0.07
-    confidence: float = 0.95
-    shapes: tuple[str, ...] = ("8b", "tinyllama-1.1b", "0.4b")
-    grown_seconds: float = 60.0
-    grown_tokens: int = 32
 
     def changes(self, output: Path, sizes: QuickstartSizes | None = None) -> list[str]:
         """Return the overrides that fit the packaged recipe to this budget, and to what was measured once it was."""
@@ -446,12 +422,12 @@ class QuickstartBudget:
             "data.max_new_tokens": self.new_tokens,
             "data.features": "cached",  # the few responses are read several times
             "training.logging_steps": 25,
-            "eval.suites": list(self.suites),
+            "eval.suites": list(SUITES),
             "eval.limit": self.suite_prompts,
             "eval.max_new_tokens": self.suite_tokens,
-            "eval.repeats": self.repeats,
+            "eval.repeats": 1,
             "eval.temperatures": [0.0],
-            "eval.baselines": list(self.baselines),
+            "eval.baselines": list(BASELINES),
         }
         if sizes is not None:
             values |= {"target.dtype": sizes.dtype, "training.bf16": sizes.bf16, "data.limit": sizes.prompts}
@@ -491,16 +467,18 @@ def expected_seconds(budget: QuickstartBudget, prompts: int, pace: Pace) -> floa
 
     The factors are counts where the code decides them, and rounded from a timed run where acceptance or a library does.
     """
+    started = 25.0  # imports, loading, reports, checkpoints, and the pace itself
+    prompt = 150  # tokens of a mean one
     answered = prompts + budget.refresh_share * prompts
     counted = 2 * budget.gate_prompts + 32  # prompts of probes and gates
-    per_count = 2.5 * (_PROMPT + budget.suite_tokens) + 2 * budget.suite_tokens
-    per_suite = budget.suite_prompts * budget.suite_tokens
+    per_count = 2.5 * (prompt + budget.suite_tokens) + 2 * budget.suite_tokens
     fine_tuned = budget.lora_steps * budget.lora_rows * budget.lora_length
-    parts = pace.seconds(
-        prefills=_PROMPT * answered + per_count * counted + 1.6 * fine_tuned,
+    tuned = 85 * budget.tune_tokens * (1 + budget.tune_prompts / 3)  # in the plain target's, for three prompts a suite
+    measured = 5.0 * len(SUITES) * budget.suite_prompts * budget.suite_tokens
+    worked = pace.seconds(
+        prefills=prompt * answered + per_count * counted + 1.6 * fine_tuned,
         answers=(budget.new_tokens - 1) * answered + budget.suite_tokens / 4 * counted,
-        tokens=_TUNE_TOKENS * budget.tune_tokens * (1 + budget.tune_prompts / 3)
-        + _MEASURED * len(budget.suites) * per_suite,
+        tokens=tuned + measured,
     )
-    given = budget.train_seconds + budget.refresh_seconds + budget.grown_seconds
-    return START + parts + given
+    given = budget.train_seconds + budget.refresh_seconds + sum(stage.seconds for stage in LAST_STAGES)
+    return started + worked + given

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -22,8 +23,12 @@ from ..common.safe_load import parse_yaml, read_json
 from ..recipes import Recipe, embedded_file
 from .output import print_lines
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 SMALL = 5e8  # parameters, below which a run is minutes of one machine
-_TOKENS, _FEW = 32_000, 4  # tokens above which a vocabulary is pruned; layers below which there are no three taps
+_TOKENS = 32_000  # above which a vocabulary is pruned
+_LAYERS_OF_TAPS = 4  # below which there are no three taps
 _GPUS = ("/dev/nvidia0", "/dev/kfd")
 
 # Families whose configs leave out that input and output embeddings are one.
@@ -102,107 +107,61 @@ class ModelFacts:
         return float(self.layers * (self.attention + mlp) + embeddings)
 
 
-# Lines whose place is filled with nothing are left out.
-_RECIPE = """\
-# A first recipe for a target of about {about} parameters; written on a machine {here}.
-# What each key means: outrider recipe --explain data.limit. What it will need: outrider plan FILE.
-{mtp}
-{recurrent}
-name: {name}-{kind}
-target:
-  path: {path}
-  dtype: {dtype}
-drafter:
-  type: {kind} # reads the target's hidden states: the most τ for its cost (docs/guides/choosing-a-method.md)
-  steps: {depth} # unrolled in training; behind them acceptance falls, so as many as eval.depth
-  {norms}
-  {draft_vocab_size}
-  {intermediate_size}
-data:
-  prompts: {prompts}
-  limit: {limit} # more is better: τ grows with them
-  max_prompt_tokens: {asked}
-  max_new_tokens: {answered} # at most {room:,} together, the target's context
-  sampling: {sampling}
-training: # any field of transformers.TrainingArguments
-  {training}
-  warmup_steps: 0.05 # of the run
-  lr_scheduler_type: cosine
-  report_to: none # or wandb, tensorboard, trackio; `outrider doctor` says which are installed
-eval:
-  suites: [{suites}] # {whose}
-  depth: {depth} # `outrider tune` finds the best one
-  max_new_tokens: {measured}
-"""
-_SCALES = {  # of what a head's first layer reads
-    "eagle1": "embedding_scale: 0 # by the target's own, so that a fresh layer hears both\n  feature_scale: 0",
-    "eagle3": "norm_taps: true # a fresh layer hears them at once, whatever their scale\n  norm_output: true # with it",
-}
-_SHORT = """num_train_epochs: 1
-  per_device_train_batch_size: 4 # small: so short a run needs many steps
-  optim: muon # Muon for the matrices, AdamW for the rest
-  learning_rate: 1.0e-2 # high for a language model, right for one fresh layer"""
-_LONG = """num_train_epochs: 2
-  per_device_train_batch_size: 1
-  optim: adamw_torch
-  learning_rate: 1.0e-4
-  bf16: true"""
-
-
 def starter(target: str, prompts: list[str] | None = None) -> str:
     """Return a recipe for `target`, a folder, a Hub id or "embedded", as YAML with comments; nothing is loaded."""
+    is_ours = target == "embedded"
+    facts = ModelFacts.of(_config_folder(target))
+    small = facts.parameters < SMALL
+    room = facts.context or 4096
+    asked = min(256 if small else 1024, room // 2)
+    # What is packaged speaks of Python: raw code, raw text (prose), and chats that ask for a function (docs).
+    with_chats = ["docs", "prose"] if facts.has_template else ["code", "prose"]
+    text = _template().render(
+        facts=facts,
+        is_ours=is_ours,
+        small=small,
+        size=f"{facts.parameters / 1e6:.3g}M" if small else f"{facts.parameters / 1e9:.2g}B",
+        has_gpu=any(Path(device).exists() for device in _GPUS),
+        name=re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(target).name).strip("-_.") or "my-target",
+        kind="eagle3" if facts.layers >= _LAYERS_OF_TAPS else "eagle1",
+        path=json.dumps(target, ensure_ascii=False),
+        depth=3 if small else 5,
+        outputs=_pruned(facts.vocabulary),
+        prompts=json.dumps(prompts, ensure_ascii=False) if prompts else "",
+        packaged=["code", "docs"] if is_ours else with_chats,
+        draws=json.dumps(facts.draws) if facts.draws else "",
+        room=room,
+        asked=asked,
+        answered=min(128 if small else 1024, room - asked),
+        measured=min(128, room - asked),
+    )
+    Recipe.from_dict(parse_yaml(text, "the starter recipe"), "the starter recipe")
+    return text
+
+
+def _pruned(vocabulary: int) -> int:
+    """Return the outputs of a head: half of the vocabulary, as in the packaged recipes; 0 for all of a small one."""
+    return min(_TOKENS, vocabulary // 2048 * 1024) if vocabulary > _TOKENS else 0
+
+
+def _config_folder(target: str) -> Path:
+    """Return the folder of a target's config."""
     from ..targets.model_folder import FETCHED, gguf_in, model_folder
 
-    is_ours, place = target == "embedded", target
+    if target == "embedded":
+        return embedded_file("target/config.json").parent
     if target in FETCHED or gguf_in(target) is not None:
         from ..targets.loading import target_path  # seconds of imports, which other models do without
 
-        place = target_path(target)
-    folder = embedded_file("target/config.json").parent if is_ours else model_folder(place, weights=False)
-    facts, name = ModelFacts.of(folder), re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(target).name).strip("-_.")
-    small, room = facts.parameters < SMALL, facts.context or 4096
-    kind = "eagle3" if facts.layers >= _FEW else "eagle1"
-    # What is packaged speaks of Python: raw code, raw text (prose), and chats that ask for a function (docs).
-    packaged = ["code", "docs"] if is_ours else ["docs", "prose"] if facts.has_template else ["code", "prose"]
-    asked = min(256 if small else 1024, room // 2)
-    here = "with a GPU" if any(Path(device).exists() for device in _GPUS) else "without a GPU"
-    sources = ", ".join(f"embedded:{name}" for name in packaged)
-    own = f"[{sources}] # FILL IN your own: .jsonl, .parquet or .txt, a folder, org/data:split"
-    pruned, scaled = facts.vocabulary > _TOKENS and kind == "eagle3", small or kind == "eagle1"
-    outputs = min(_TOKENS, facts.vocabulary // 2048 * 1024)  # half of them, as in the packaged recipes
-    filled = _RECIPE.format(
-        about=f"{facts.parameters / 1e6:.3g}M" if small else f"{facts.parameters / 1e9:.2g}B",
-        here=here if small or "out" not in here else f"{here}: take another one for the training",
-        mtp="# Its config names MTP modules: {type: mtp, init: native} starts from them." if facts.has_mtp else "",
-        recurrent="# It has recurrent layers, which draft chains: leave eval.width at 1." if facts.is_recurrent else "",
-        name=name or "my-target",
-        kind=kind,
-        path=json.dumps(target, ensure_ascii=False),
-        dtype="float32 # exact enough to compare runs" if small else facts.dtype,
-        depth=3 if small else 5,
-        norms=_SCALES[kind] if scaled else "",
-        draft_vocab_size=f"draft_vocab_size: {outputs} # of {facts.vocabulary:,}; `outrider lab vocab` measures it"
-        if pruned
-        else "",
-        intermediate_size=f"intermediate_size: {4 * facts.hidden} # its layer is dense, the target's experts smaller"
-        if facts.experts and facts.width < 2 * facts.hidden
-        else "",
-        prompts=json.dumps(prompts, ensure_ascii=False) if prompts else own,
-        limit=2000 if small else 20_000,
-        asked=asked,
-        answered=min(128 if small else 1024, room - asked),
-        room=room,
-        sampling=f"{json.dumps(facts.draws)} # its generation_config.json's"
-        if facts.draws
-        else "{temperature: 0.0} # sample as you will serve",
-        training=_SHORT if small else _LONG,
-        suites=", ".join(packaged),
-        whose=f"{'or' if is_ours else 'FILL IN'} files of your own prompts, which training must not see",
-        measured=min(128, room - asked),
-    )
-    text = "".join(line for line in filled.splitlines(keepends=True) if line.strip())
-    Recipe.from_dict(parse_yaml(text, "the starter recipe"), "the starter recipe")
-    return text
+        target = target_path(target)
+    return model_folder(target, weights=False)
+
+
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    text = resources.files(__package__).joinpath("starter.yaml.jinja").read_text(encoding="utf-8")
+    return Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined).from_string(text)
 
 
 def _values(file: Path) -> dict[str, Any]:

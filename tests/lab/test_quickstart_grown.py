@@ -21,7 +21,7 @@ from outrider.eval.tuning_record import BatchTuning, Candidate, CostRecord
 from outrider.heads.eagle import Eagle1, Eagle1Config
 from outrider.lab import quickstart_grown
 from outrider.lab.grow import SHAPES
-from outrider.lab.quickstart_grown import STAGE, GrownMeasurement, best_plans, fitting_shape, shortest_first
+from outrider.lab.quickstart_grown import GrownMeasurement, GrownStage, best_plans, fitting_shape, shortest_first
 from outrider.recipes import EvalSpec
 from outrider.scripts.quickstart import QuickstartBudget, Workplace
 from outrider.targets import Target
@@ -37,9 +37,9 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quickstart_grown, "measure_weights", partial(measure_weights, width=64))
 
 
-def workplace(out: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, shapes: tuple[str, ...]) -> Workplace:
+def workplace(out: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """Return a workplace with a saved head and its tuning, as the stages before leave it."""
-    place = Workplace(out, Console(), QuickstartBudget(shapes=shapes, suite_prompts=2, grown_tokens=6))
+    place = Workplace(out, Console(), QuickstartBudget(suite_prompts=2))
     target = Target.load(folder, device="cpu")
     measurement, _ = grown_measurement(target, 0, tokens=8)
     measurement.head.save(out / "drafter")
@@ -55,11 +55,12 @@ def workplace(out: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, shapes: 
 def test_the_last_stage_measures_the_largest_size_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_folder: Path
 ) -> None:
-    place = workplace(tmp_path, target_folder, monkeypatch, ("huge", "double"))
-    assert STAGE.run(place).startswith("at DOUBLE, the same text: plain ")
+    place = workplace(tmp_path, target_folder, monkeypatch)
+    stage = GrownStage(shapes=("huge", "double"), tokens=6)
+    assert stage.run(place).startswith("at DOUBLE, the same text: plain ")
     grown = Report.load(tmp_path / "grown")
     assert all(f.identical in (None, f.num_prompts) for f in grown.figures)
-    rows, note = STAGE.rows(place)
+    rows, note = stage.rows(place)
     assert rows[0][0].startswith("v1 at DOUBLE: eagle1")
     assert note.startswith("; at DOUBLE ")
 
@@ -68,11 +69,12 @@ def test_the_last_stage_measures_the_largest_size_that_fits(
 def test_figures_of_an_earlier_run_are_not_shown_where_no_size_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_folder: Path
 ) -> None:
-    place = workplace(tmp_path, target_folder, monkeypatch, ("huge",))
+    place = workplace(tmp_path, target_folder, monkeypatch)
+    stage = GrownStage(shapes=("huge",), tokens=6)
     (tmp_path / "grown").mkdir()
-    assert "fits the memory" in STAGE.run(place)
+    assert "fits the memory" in stage.run(place)
     assert not (tmp_path / "grown").exists()
-    assert STAGE.rows(place) == ([], "")
+    assert stage.rows(place) == ([], "")
 
 
 def test_the_largest_size_that_fits_is_grown_and_the_last_one_may_take_longer(target_folder: Path) -> None:

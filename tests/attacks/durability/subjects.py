@@ -48,7 +48,6 @@ STORY = quickstart.QuickstartBudget(
     suite_tokens=6,
     gate_prompts=14,
     tune_tokens=6,
-    shapes=(),
     lora_steps=2,
     lora_rows=2,
     lora_length=16,
@@ -191,6 +190,8 @@ class Workshop:
         tuner.WIDTHS, tuner.TREE_SIZES = (0, 1, 2, 4, 8), (4,)  # type: ignore[misc]
         for module in (outrider.targets, outrider.targets.loading, quickstart):
             module.embedded_path = lambda: here / "embedded" / "target"  # type: ignore[attr-defined]
+        quickstart.STAGES = quickstart.STAGES[: len(quickstart.STAGES) - len(quickstart.LAST_STAGES)]
+        quickstart.LAST_STAGES = []
         quickstart.tell(self.work / "story", VisibleConsole(), STORY)
 
     def compare(self) -> None:

@@ -77,7 +77,7 @@ def _command(body: Replayed, passport: Passport, files: PairFiles, to: str, expo
 
 def _measure(body: Replayed, pair: Path, limit: int | None) -> str:
     """Measure the pair's drafter and its replay; return what was found in words."""
-    from ..scripts.eval_setup import EvalOptions, load_subject
+    from ..scripts.eval_setup import EvalOptions, load_setup
     from .replay import replay as measured
 
     if body.temperature:
@@ -86,10 +86,8 @@ def _measure(body: Replayed, pair: Path, limit: int | None) -> str:
             "or an engine (--to)."
         )
     settings: dict[str, Any] = {"depth": len(body.rates), "width": 1, "nodes": None}
-    subject = load_subject(str(pair), EvalOptions(settings=settings | ({"limit": limit} if limit else {})))
-    body.tau, body.speed = measured(
-        subject.target, subject.drafter, subject.plan, subject.suites, subject.settings, body.rates
-    )
+    setup = load_setup(str(pair), EvalOptions(settings=settings | ({"limit": limit} if limit else {})))
+    body.tau, body.speed = measured(setup.target, setup.drafter, setup.plan, setup.suites, setup.settings, body.rates)
     real, again = body.tau
     return (
         f"{body.contestant} at temperature 0: τ {real.text()}, replayed {again.text()}; the replay runs at "

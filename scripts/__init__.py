@@ -1,4 +1,4 @@
-"""The `outrider` command, the quickstart, and the making of the embedded target."""
+"""The `outrider` command: `cli` names its verbs, which lie in the files of their groups; and the quickstart."""
 
 from ..common.signals import end_by_interrupt
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..common import BadInputError
 from ..common.terminal import VisibleConsole
-from .options import AsJson, Overrides, RecipeName, recipe_of
+from .options import FINDING, AsJson, Overrides, RecipeName, recipe_of
 from .output import finish, print_lines
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..recipes import Recipe
     from ..targets.images import ImageReader
 
-FINDING = 1
 LEARNT, READ, NOTE = "green", "dim", "magenta"
 _LONGEST = 1500  # characters of a text that nobody learns; of longer ones the middle is left out
 

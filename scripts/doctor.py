@@ -1,4 +1,4 @@
-"""What `outrider doctor` looks at: what is installed, what it runs on, and what is missing for which feature."""
+"""`outrider doctor`: what is installed, what it runs on, and what is missing for which feature."""
 
 from __future__ import annotations
 
@@ -8,23 +8,43 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import psutil
+import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
 from ..common.atomic import readable_bytes
 from ..common.runtime import EXTRAS, Extra, installed_version
-from .output import print_facts
+from ..common.terminal import VisibleConsole
+from .options import FINDING, AsJson
+from .output import finish, print_facts
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "huggingface_hub")
 PACKAGES = ("outrider", *_LIBRARIES, "numpy", "scipy")
 
 
+def doctor(
+    wanted: Annotated[
+        str | None, typer.Option("--for", metavar="WORD", help="Only features with this word, such as served or wandb.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Versions, device, memory, and what is missing for which feature. With --for, exit code 1 if something is."""
+    if wanted is None:
+        found = examine()
+        finish(as_json, "doctor", found, show=lambda: render(found, VisibleConsole()))
+        return
+    asked = {"features": features(wanted)}
+    lacking = any(feature["missing"] for feature in asked["features"])
+    finish(as_json, "doctor", asked, FINDING if lacking else 0, lambda: render(asked, VisibleConsole()))
+
+
 def examine() -> dict[str, Any]:
     """Return everything as plain values, for people and for `--json`. Sizes are bytes."""
+    import psutil
+
     from ..targets import embedded_path
     from ..targets.fast.select import remembered
 

@@ -1,4 +1,4 @@
-"""What `outrider eval`, `outrider tune` and `outrider pair new` work on: a drafter on its target.
+"""The setup of `outrider eval`, `tune` and `pair new`: a drafter on its target, and how to measure it.
 
 It comes from a recipe's run or from a pair. The target is loaded in the dtype that is measured (`eval.dtype`, else
 `target.dtype`): a pair names exactly what was measured.
@@ -22,8 +22,7 @@ from ..eval.generation_config import sampled_settings
 from ..eval.measure import Contestant, contestants, measure, plan_of
 from ..eval.reports.sequential import detectable, prompts_needed
 from ..eval.suites import Suite, suites_of
-from ..eval.tuner import tune
-from ..eval.tuning_record import BatchTuning, Tuning
+from ..eval.tuning_record import BatchTuning
 from ..heads import Drafter, head_class, load_drafter
 from ..pair import Pair
 from ..pair.manifest import read_manifest
@@ -35,11 +34,12 @@ from ..targets.fingerprint import digest_json
 from ..targets.loading import split_shape
 from ..train.provenance import require_result, target_of
 
-_TRIED = 8  # prompts of each suite, that tell how many `Subject.sized` takes
+_TRIED = 8  # prompts of each suite, that tell how many `EvalSetup.sized` takes
+_SHAPE = {"depth", "width", "nodes"}
 
 
 @dataclass
-class Subject:
+class EvalSetup:
     """A drafter on its target, under a plan, and how to measure it.
 
     Attributes:
@@ -86,35 +86,47 @@ class Subject:
         report.conditions.template = dict(self.template)
         return report
 
-    def sized(self, difference: float, console: Console | None = None) -> tuple[Subject, str]:
-        """Return this subject with the prompts that four of five runs need to find a relative difference, and why.
+    def sized(self, difference: float, console: Console | None = None) -> tuple[EvalSetup, str]:
+        """Return this setup with the prompts that four of five runs need to find a relative difference, and why.
 
         A first look at a few prompts of each suite tells how far τ and the speedup differ between prompts.
         """
-        settings = self.settings
-        quick = {"limit": _TRIED, "temperatures": settings.temperatures[:1], "repeats": 1, "baselines": []}
-        look = replace(self, settings=settings.model_copy(update=quick), tuned=None, with_generate=False)
-        whole = replace(self, settings=settings.model_copy(update={"limit": None}))
-        figures, sizes = look.measure(console).headline(), [len(suite.prompts) for suite in whole.suites]
-        intervals = [interval for interval in (figures.tau, figures.speedup) if interval is not None]
+        quick = {"limit": _TRIED, "temperatures": self.settings.temperatures[:1], "repeats": 1, "baselines": []}
+        look = replace(self, settings=self.settings.model_copy(update=quick), tuned=None, with_generate=False)
+        figures = look.measure(console).headline()
         seen = figures.num_prompts
-        known = [(n, i) for i in intervals if (n := prompts_needed(i, seen, difference)) is not None]
-        if len(known) < len(intervals) or not known:
-            return whole, f"a first look at {seen} prompts tells nothing of the noise; measuring all {sum(sizes)}"
+        sizes = [len(suite.prompts) for suite in self.suites]
+        known = []
+        for interval in filter(None, (figures.tau, figures.speedup)):
+            needed = prompts_needed(interval, seen, difference)
+            if needed is None:
+                words = f"a first look at {seen} prompts tells nothing of the noise; measuring all {sum(sizes)}"
+                return self.limited_to(None), words
+            known.append((needed, interval))
         needed, noisiest = max(known, key=lambda pair: pair[0])
-        limit = next((n for n in range(2, max(sizes) + 1) if sum(min(n, size) for size in sizes) >= needed), max(sizes))
-        taken = sum(min(limit, size) for size in sizes)
-        said = f"a difference of {difference:.1%} from a fixed number needs about {needed} prompts, by a look at {seen}"
+        limit, taken = _limit_for(needed, sizes)
+        words = (
+            f"a difference of {difference:.1%} from a fixed number needs about {needed} prompts, by a look at {seen}"
+        )
         if taken < needed:
             least = detectable(noisiest, seen, taken)
-            said += f"; there are too few: with all {taken}, one of {least:.1%} is found in 4 runs of 5"
+            words += f"; there are too few: with all {taken}, one of {least:.1%} is found in 4 runs of 5"
         else:
-            said += f"; measuring {taken}, {limit} of each suite"
-        return replace(self, settings=settings.model_copy(update={"limit": limit})), said
+            words += f"; measuring {taken}, {limit} of each suite"
+        return self.limited_to(limit), words
 
-    def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
-        """Return the fastest plan for each batch size."""
-        return tune(self.target, self.drafter, self.suites, self.settings, batch_sizes, console)
+    def limited_to(self, limit: int | None) -> EvalSetup:
+        """Return this setup with so many prompts of each suite; None for all."""
+        return replace(self, settings=self.settings.model_copy(update={"limit": limit}))
+
+
+def _limit_for(needed: int, sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the prompts of each suite that give `needed` in all, or everything there is, and how many these are."""
+    for limit in range(2, max(sizes) + 1):
+        taken = sum(min(limit, size) for size in sizes)
+        if taken >= needed:
+            return limit, taken
+    return max(sizes), sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -160,10 +172,7 @@ class EvalOptions:
         return asked.model_copy(update=first | {"repeats": 1})
 
 
-_SHAPE = {"depth", "width", "nodes"}
-
-
-def load_subject(name: str, asked: EvalOptions | None = None) -> Subject:
+def load_setup(name: str, asked: EvalOptions | None = None) -> EvalSetup:
     """Load a recipe's run or a pair, by whether `name` is a folder that holds a pair.json.
 
     Raises:
@@ -174,7 +183,7 @@ def load_subject(name: str, asked: EvalOptions | None = None) -> Subject:
     return _of_pair(folder, asked) if (folder / "pair.json").is_file() else _of_recipe(name, asked)
 
 
-def _of_recipe(name: str, asked: EvalOptions) -> Subject:
+def _of_recipe(name: str, asked: EvalOptions) -> EvalSetup:
     if asked.tuned:
         raise BadInputError(
             f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. "
@@ -191,8 +200,9 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
     used = sampled_settings(outline, settings)
     kind = recipe.drafter.get("type")
     learns = asked.drafter is None and (kind is None or head_class(kind).trainable)
-    learnt, data = learnt_questions(data_folder(recipe)) if learns else set(), f"the responses in {data_folder(recipe)}"
-    suites = suites_of(outline, used, recipe.template, learnt, data, recipe.data.allow_leaks)
+    responses = data_folder(recipe)
+    learnt = learnt_questions(responses) if learns else set()
+    suites = suites_of(outline, used, recipe.template, learnt, f"the responses in {responses}", recipe.data.allow_leaks)
     saved = asked.drafter or trained_drafter(recipe)
     target = load_target(recipe)
     require_own_target(recipe, saved, target)
@@ -200,28 +210,37 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
     folder = recipe.output_folder / "reports" / "quick"  # never where `pair new` looks
     if not asked.quick:
         folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
-    subject = Subject(target, drafter, plan_of(used), used, folder, suites)
-    return replace(subject, with_generate=not asked.quick, template=recipe.template, engine=recipe.target.engine)
+    return EvalSetup(
+        target,
+        drafter,
+        plan_of(used),
+        used,
+        folder,
+        suites,
+        with_generate=not asked.quick,
+        template=recipe.template,
+        engine=recipe.target.engine,
+    )
 
 
 def report_folder(
-    name: str, changes: Sequence[str] = (), settings: EvalSpec | None = None, other: Drafter | None = None
+    name: str, changes: Sequence[str] = (), settings: EvalSpec | None = None, drafter: Drafter | None = None
 ) -> Path:
     """Return the folder for a measurement of a recipe's run: `report`, if it is the one that the recipe describes.
 
-    Any other measurement, by other `settings` or of an`other` drafter, has a folder of its own under `reports`.
+    Any other measurement, by other `settings` or of another drafter, has a folder of its own under `reports`.
     `outrider pair new` looks in the same place, so that a quick look never takes the place of the real figures.
     """
     recipe = load_recipe(name, changes)
     settings = settings or recipe.eval
     described = load_recipe(name, [c for c in changes if _key(c).partition(".")[0] != "eval"]).eval
-    if settings == described and other is None:
+    if settings == described and drafter is None:
         return recipe.output_folder / "report"
-    subject = [settings.model_dump(), None if other is None else other.digest()]
-    return recipe.output_folder / "reports" / digest_json(subject)[:12]
+    measured = [settings.model_dump(), None if drafter is None else drafter.digest()]
+    return recipe.output_folder / "reports" / digest_json(measured)[:12]
 
 
-def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
+def _of_pair(folder: Path, asked: EvalOptions) -> EvalSetup:
     _refuse_unfollowed(asked)
     pair = Pair.load(folder)
     # The pair's target has the pair's dtype, whatever the recipe once asked for.
@@ -233,8 +252,10 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     learnt, data = pair.learnt() if asked.drafter is None else set(), f"the training data of the pair {pair.name!r}"
     suites = suites_of(outline, settings, recipe.template, learnt, data, recipe.data.allow_leaks)
     changed = asked.target is not None
-    options: dict[str, Any] = {"adapter": asked.adapter, "quantize": asked.quantize}
-    target = pair.load_target(asked.target, **options) if changed else pair.load_target(layers=False)
+    if changed:
+        target = pair.load_target(asked.target, adapter=asked.adapter, quantize=asked.quantize)
+    else:
+        target = pair.load_target(layers=False)
     engine = None if target.has_layers else _engine_asked(recipe, asked, folder)
     target, own, plan = pair.open(target, check=not changed)
     plan = replace(plan_of(settings), verify=plan.verify) if asked.other_shape() else plan
@@ -248,8 +269,18 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     if asked.drafter and not changed:
         require_own_target(recipe, asked.drafter, target)
     drafter = load_drafter(asked.drafter, target) if asked.drafter else own
-    reports = Path("runs") / "reports" / report
-    return Subject(target, drafter, plan, settings, reports, suites, found, not asked.quick, recipe.template, engine)
+    return EvalSetup(
+        target,
+        drafter,
+        plan,
+        settings,
+        Path("runs") / "reports" / report,
+        suites,
+        tuned=found,
+        with_generate=not asked.quick,
+        template=recipe.template,
+        engine=engine,
+    )
 
 
 def target_outline(path: str | None, revision: str | None = None, trust_remote_code: bool = False) -> Target:

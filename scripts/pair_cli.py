@@ -1,4 +1,4 @@
-"""`outrider pair …`: pairs made, shown, verified and signed, and their versions in a registry."""
+"""`outrider pair …`, probe and refresh: pairs made, shown, signed, kept in a registry, and held to changed targets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,23 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from ..common import BadInputError
-from ..common.places import PAIR, require_place
+from ..common.places import PAIR, REFRESH, require_place
 from ..common.safe_load import MEGABYTE, read_bytes
 from ..common.terminal import VisibleConsole
-from .options import Adapter, AsJson, Identity, Overrides, PairFolder, RecipeName, Signers, pair_of, recipe_of
+from . import data_cli
+from .options import (
+    Adapter,
+    AsJson,
+    Identity,
+    NewTarget,
+    Overrides,
+    PairFolder,
+    Quantize,
+    RecipeName,
+    Signers,
+    pair_of,
+    recipe_of,
+)
 from .output import console_for, finish, print_facts, print_lines, tell
 
 if TYPE_CHECKING:
@@ -59,7 +72,7 @@ def new(
     target = load_target(loaded)
     require_own_target(loaded, saved, target)
     bound = load_drafter(saved, target)
-    default = report_folder(recipe, changes or [], other=None if drafter is None else bound)
+    default = report_folder(recipe, changes or [], drafter=None if drafter is None else bound)
     measured = report or (default if default.is_dir() else None)
     if measured is None:
         console.print(
@@ -130,6 +143,64 @@ def sign(
     if altered:
         raise BadInputError(f"{folder} was altered after it was made, and is not signed: {'; '.join(altered)}.")
     print_lines([escape(f"signed with {sign_file(folder / MANIFEST, key)}: {folder / SIGNATURE}")])
+
+
+def probe(
+    pair: PairFolder,
+    target: NewTarget,
+    adapter: Adapter = None,
+    quantize: Quantize = None,
+    template: data_cli.Template = None,
+    as_json: AsJson = False,
+) -> None:
+    """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
+    loaded, asked = pair_of(pair), data_cli.arguments(template)
+    from ..pair import probe as run
+
+    console = console_for(as_json)
+    changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
+    arguments = None if asked is None else loaded.recipe().template | asked
+    result = run(loaded, changed, console=console, template=arguments)
+    colour = {"fresh": "green", "stale": "yellow", "incompatible": "red"}[result.verdict]
+    lines = [f"[bold {colour}]{result.verdict}[/bold {colour}]", *map(escape, result.lines)]
+    body = {"pair": loaded.digest, "target": changed.fingerprint().digest, **vars(result)}
+    finish(as_json, "probe", body, result.exit_code, lambda: print_lines(lines))
+
+
+def refresh(
+    pair: PairFolder,
+    target: NewTarget,
+    out: Annotated[Path, typer.Option(help="Working folder of the refresh; the next version is OUT/pair.")],
+    changes: Overrides = None,
+    adapter: Adapter = None,
+    quantize: Quantize = None,
+    low_rank: Annotated[
+        int | None, typer.Option(min=1, help="Learn a change of this rank instead of all weights (LoRA).")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="Train for so long, not for the recipe's steps.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="End after learning from so many tokens.")] = None,
+    until_flat: Annotated[
+        float | None,
+        typer.Option(min=0, max=0.5, help="End when held-out τ rises by less than this share, such as 0.01."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the drafter on for a changed target, from where it is, and write the next version."""
+    loaded = pair_of(pair)
+    from ..pair.refresh import How
+    from ..pair.refresh import refresh as run
+    from ..train.stopping import Until
+    from .json_schemas import pair_fields
+
+    require_place(out, REFRESH, what="the refresh")
+    console = console_for(as_json)
+    until = None if tokens is None and until_flat is None else Until(tokens, until_flat)
+    changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
+    made = run(loaded, changed, out, changes or [], console, How(low_rank, seconds, until))
+    print_pair(made, console)
+    finish(as_json, "refresh", pair_fields(made))
 
 
 def print_pair(pair: PairFiles, console: Console) -> None:

@@ -121,9 +121,9 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "common/locks.py": "of a process on this machine",
             "common/machine.py": "of the system",
             "common/file_process_group.py": "of a process of the launch",
-            "eval/reports/render.py": "what ships with Outrider",
             "pair/refresh.py": "a run's own file",
             "scripts/quickstart.py": "what ships with Outrider",
+            "scripts/starter.py": "what ships with Outrider",
             "distill/engine_connector.py": "runs in an engine, on the checkpoint that this one has loaded",
             "train/processes.py": "of the system",
         },
@@ -173,7 +173,7 @@ def test_nothing_goes_round_a_door(door: str) -> None:
 def test_pages_escape_what_is_put_into_them() -> None:
     source = (HOUSE / "eval/reports/render.py").read_text(encoding="utf-8")
     assert source.count("Environment(") == source.count("Environment(autoescape=True") == 1
-    for page in (HOUSE / "eval/reports").glob("*.jinja"):
+    for page in [*(HOUSE / "eval/reports").glob("*.jinja"), *(HOUSE / "lab").glob("*.jinja")]:
         text = page.read_text(encoding="utf-8")
         assert text.count("|safe") == text.count("| safe") == text.count("autoescape") == 0
 

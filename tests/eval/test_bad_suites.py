@@ -96,7 +96,7 @@ def refused(
         recipe |= {"data": {"prompts": ["embedded:code"]}, "eval": {"suites": suites, "max_new_tokens": 8} | settings}
         (tmp_path / "x.yaml").write_text(yaml.safe_dump(recipe))
         with pytest.raises(BadInputError) as error:
-            eval_setup.load_subject(str(tmp_path / "x.yaml"))
+            eval_setup.load_setup(str(tmp_path / "x.yaml"))
         return str(error.value)
 
     return refuse

@@ -10,7 +10,7 @@ import pytest
 from outrider.eval import tuner
 from outrider.heads import DraftModel
 from outrider.pair import Pair
-from outrider.scripts.eval_setup import EvalOptions, load_subject
+from outrider.scripts.eval_setup import EvalOptions, load_setup
 from outrider.targets import Target
 
 from .conftest import Command, failed, words
@@ -86,8 +86,8 @@ def test_a_static_tree_of_the_recipe_is_measured_unless_another_shape_is_asked_f
     target = Target.load(target_folder)
     DraftModel(target.model).save(tmp_path / "run" / "drafter")
     tree = ["eval.tree=[-1, -1, 0]"]
-    plan = load_subject(str(recipe_file), EvalOptions(tree)).plan
+    plan = load_setup(str(recipe_file), EvalOptions(tree)).plan
     assert plan.tree is not None
     assert plan.tree.parents == (-1, -1, 0)
-    assert load_subject(str(recipe_file), EvalOptions(tree, {"depth": 3})).plan.tree is None
-    assert load_subject(str(recipe_file), EvalOptions(tree, {"limit": 1})).plan == plan
+    assert load_setup(str(recipe_file), EvalOptions(tree, {"depth": 3})).plan.tree is None
+    assert load_setup(str(recipe_file), EvalOptions(tree, {"limit": 1})).plan == plan

@@ -29,7 +29,7 @@ from outrider.eval.suites import make_suite
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.pair import export_pair, new_pair
 from outrider.recipes import EngineSpec, EvalSpec, Recipe
-from outrider.scripts.eval_setup import EvalOptions, load_subject
+from outrider.scripts.eval_setup import EvalOptions, load_setup
 from outrider.serving.engine import DraftCounts, Engine
 from outrider.serving.engine_report import EngineRacer, measure_in_engine, rounds_of
 from outrider.targets import Target, embedded_path
@@ -135,8 +135,8 @@ def test_a_pair_whose_target_lives_in_an_engine_is_bound_and_exported_without_it
     assert not pair.load_target(layers=False).has_layers
     assert pair.load_target().has_layers
     with pytest.raises(BadInputError, match="own recipe names is not run"):  # a stranger's would be run, too
-        load_subject(str(pair.folder), EvalOptions())
-    engine = load_subject(str(pair.folder), EvalOptions(["target.engine.python=/mine"])).engine
+        load_setup(str(pair.folder), EvalOptions())
+    engine = load_setup(str(pair.folder), EvalOptions(["target.engine.python=/mine"])).engine
     assert (engine.python, engine.arguments) == ("/mine", [])
     whole = pair.load_target(str(tmp_path / "target"))
     assert whole.has_layers

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.scripts import cli
+from outrider.scripts import failures
 
 HERE = Path(__file__).resolve().parent
 SORTS = ("changes", "space", "waits", "writes", "reads", "opens", "looks", "maps", "closes", "locks", "clock")
@@ -109,8 +109,8 @@ def _act(action: Callable[[], object], writing: int, fault: Fault | None) -> Non
     try:
         action()
     except BaseException as error:
-        code = (cli.exit_code(error) if isinstance(error, Exception) else None) or cli.FAULT
-        traceback.print_exc() if code == cli.FAULT else print(f"error: {cli.said(error)}")
+        code = (failures.exit_code(error) if isinstance(error, Exception) else None) or failures.FAULT
+        traceback.print_exc() if code == failures.FAULT else print(f"error: {failures.sentence(error)}")
     if fault is not None:
         print("\n# operations", shim.attack_struck(), *map(shim.attack_count, range(len(SORTS))), end="")
     os._exit(code)

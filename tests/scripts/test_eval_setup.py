@@ -20,7 +20,7 @@ from outrider.eval import Report
 from outrider.heads import Ngram
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import load_recipe
-from outrider.scripts.eval_setup import EvalOptions, load_subject
+from outrider.scripts.eval_setup import EvalOptions, load_setup
 from outrider.targets import Target
 
 from .conftest import Command, failed, succeeded
@@ -51,10 +51,10 @@ def test_overrides_that_a_pair_cannot_follow_are_refused(outrider: Command, pair
 
 
 def test_overrides_of_eval_are_followed(pair: Path) -> None:
-    subject = load_subject(str(pair), EvalOptions(["eval.depth=1", "eval.limit=2", "eval.max_new_tokens=5"]))
-    assert (subject.plan.depth, subject.settings.limit, subject.settings.max_new_tokens) == (1, 2, 5)
-    assert load_subject(str(pair), EvalOptions(["data.allow_leaks=true"])).suites
-    static = load_subject(str(pair), EvalOptions(["eval.tree=[-1, -1]"])).plan.tree
+    setup = load_setup(str(pair), EvalOptions(["eval.depth=1", "eval.limit=2", "eval.max_new_tokens=5"]))
+    assert (setup.plan.depth, setup.settings.limit, setup.settings.max_new_tokens) == (1, 2, 5)
+    assert load_setup(str(pair), EvalOptions(["data.allow_leaks=true"])).suites
+    static = load_setup(str(pair), EvalOptions(["eval.tree=[-1, -1]"])).plan.tree
     assert static is not None
     assert static.parents == (-1, -1)
 
@@ -67,7 +67,7 @@ def test_a_pair_is_measured_on_a_changed_target(
     report = json.loads(succeeded(outrider(*arguments, "--out", tmp_path / "report")).stdout)
     changed = Target.load(target_folder, adapter=adapter).fingerprint().digest
     assert report["conditions"]["target"]["fingerprint"] == changed
-    own, other = (load_subject(str(pair), EvalOptions(target=t)).report_folder for t in (None, str(target_folder)))
+    own, other = (load_setup(str(pair), EvalOptions(target=t)).report_folder for t in (None, str(target_folder)))
     assert own.name == "tiny-v1"
     assert other.name.startswith("tiny-v1-on-")
 

@@ -1,0 +1,132 @@
+"""The verbs that make drafters: distill, train, plan, compare, and the quickstart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ..common.places import COMPARISON, QUICKSTART, TRAINED, require_place
+from ..common.terminal import VisibleConsole
+from . import export_cli
+from .options import FINDING, AsJson, Overrides, RecipeName, recipe_of, recipes_of
+from .output import console_for, finish
+
+
+def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
+    """Let the target answer the recipe's prompts: the data a drafter learns from."""
+    loaded = recipe_of(recipe, changes)
+    require_place(loaded.output_folder, *TRAINED, COMPARISON)
+    from ..distill import distill as run
+    from ..distill import provenance
+
+    console = console_for(as_json)
+    folder = run(loaded, console=console)
+    console.print(f"responses: [bold]{escape(str(folder))}[/bold]")
+    finish(as_json, "distill", {"folder": str(folder), "counts": provenance(folder)["counts"]})
+
+
+def train(
+    recipe: RecipeName,
+    changes: Overrides = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; checkpoints of an earlier run are moved aside.")
+    ] = False,
+    engine: export_cli.Engine = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
+    loaded = recipe_of(recipe, changes)
+    require_place(loaded.output_folder, *TRAINED)
+    export_cli.check_servable(loaded, engine)
+    from ..train import train as run
+    from ..train.callbacks import held_out_taus
+
+    console = console_for(as_json)
+    result = run(loaded, resume=not fresh, console=console)
+    adapter = None if result.adapter_folder is None else str(result.adapter_folder)
+    console.print(
+        f"drafter after {result.steps} steps: [bold]{escape(str(result.drafter_folder))}[/bold]"
+        f"{escape(held_out_taus(result.metrics, result.kept))}"
+    )
+    if adapter is not None:
+        console.print(f"for the target with the adapter [bold]{escape(adapter)}[/bold], which it was trained with")
+    made = {"drafter": str(result.drafter_folder), "adapter": adapter, "steps": result.steps}
+    finish(as_json, "train", made | {"metrics": result.metrics})
+
+
+def plan(
+    recipe: RecipeName,
+    changes: Overrides = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes, one GPU each (default: the accelerate config's, else 1).")
+    ] = None,
+    sharding: Annotated[
+        str | None,
+        typer.Option(help="none, zero1, zero2, zero3 or fsdp (default: the accelerate config's, else none)."),
+    ] = None,
+    accelerate_config: Annotated[Path | None, typer.Option(help="A file written by `accelerate config`.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Prompts, where the recipe's sources do not tell.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Load the target, and measure this machine's own times, too.")
+    ] = False,
+    engine: export_cli.Engine = None,
+    as_json: AsJson = False,
+) -> None:
+    """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs and the
+    lengths of local prompts.
+    """
+    loaded = recipe_of(recipe, changes)
+    export_cli.check_servable(loaded, engine)
+    from ..train.resource_estimate import plan as run
+    from .plan import read_launch, show
+
+    launched = read_launch(accelerate_config) if accelerate_config else (1, "none")
+    found = run(loaded, processes or launched[0], sharding or launched[1], rows, measure)  # type: ignore[arg-type]
+    body = vars(found) | {"peak_memory": found.memory.peak}
+    finish(as_json, "plan", body, show=lambda: show(found, VisibleConsole()))
+
+
+def compare(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE... [KEY=VALUE]...", help="Recipes of one target and the same data; changes are for all."
+        ),
+    ],
+    budget: Annotated[float, typer.Option(help="Seconds of training for each recipe.")] = 180.0,
+    out: Annotated[
+        Path, typer.Option(help="Folder of responses, trainings and report; what is finished in it is reused.")
+    ] = Path("runs/compare"),
+    as_json: AsJson = False,
+) -> None:
+    """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup,
+    parameters, with intervals.
+    """
+    loaded = recipes_of(recipes)
+    require_place(out, COMPARISON)
+    from ..eval.reports.render import print_comparison
+    from ..train.compare import compare as run
+    from .json_schemas import report_fields
+
+    console = console_for(as_json)
+    report = run(loaded, budget, out, console=console)
+    if not as_json:
+        print_comparison(report, console)
+        console.print(f"report: [bold]{escape(str(out / 'report'))}[/bold]")
+    finish(as_json, "compare", report_fields(report, out / "report"))
+
+
+def quickstart(
+    out: Annotated[Path, typer.Option(help="Working folder; finished stages in it are reused.")] = Path("quickstart"),
+) -> None:
+    """The whole story on the embedded target, in a few minutes: distil, train, measure, pair; change the target;
+    probe, refresh, gate.
+    """
+    require_place(out, QUICKSTART, what="the quickstart")
+    from .quickstart import tell
+
+    if not tell(out, VisibleConsole()):
+        raise typer.Exit(FINDING)

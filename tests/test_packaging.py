@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import importlib
+import os
 import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -112,22 +117,77 @@ def test_importing_the_command_loads_neither_torch_nor_transformers() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    """Built from a copy, since a build leaves folders behind."""
-    copy = tmp_path / "copy"
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist and the wheel that is built from it, each twice in folders of other names: they are the same bytes."""
+    runs = [build(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
+    assert digests(runs[0]) == digests(runs[1])
+    [sdist], [wheel] = runs[0].glob("*.tar.gz"), runs[0].glob("*.whl")
+    return sdist, wheel
+
+
+def build(place: Path) -> Path:
+    """Return the folder of what is built from a copy of the checkout, since a build leaves folders where it runs."""
     for name in tracked_files():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((ROOT / name).read_bytes())
-    wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(copy)]
-    subprocess.run(wheel, check=True, timeout=300)
-    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+        (place / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "copy" / name).write_bytes((ROOT / name).read_bytes())
+    code = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
+    fixed = os.environ | {"SOURCE_DATE_EPOCH": "1764356400"}
+    subprocess.run([sys.executable, "-c", code, place], cwd=place / "copy", env=fixed, check=True, timeout=300)
+    [sdist] = place.glob("*.tar.gz")
+    wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(place), str(sdist)]
+    subprocess.run(wheel, env=fixed, check=True, timeout=300)
+    return place
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("outrider-*")}
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    names = zipfile.ZipFile(built[1]).namelist()
     stray = [n for n in names if not n.startswith("outrider/") and ".dist-info/" not in n]
     assert stray == []
     left_out = ("outrider/tests", "outrider/.ci", "outrider/docs", "outrider/benchmarks")
     assert not [n for n in names if n.startswith(left_out) or n.endswith((".sh", ".pyc"))]
-    assert "outrider/recipes/embedded-eagle3.yaml" in names
-    assert "outrider/eval/reports/report.html.jinja" in names
+    assert {"outrider/recipes/embedded-eagle3.yaml", "outrider/eval/reports/report.html.jinja"} <= set(names)
+    assert {f"outrider/{room.name}/py.typed" for room in package_folders() if room.parent == ROOT} <= set(names)
     if (ROOT / "recipes/embedded/target").exists():
         assert "outrider/recipes/embedded/target/model.safetensors" in names
         assert "outrider/recipes/embedded/suites/code.jsonl" in names
+
+
+@pytest.mark.slow
+def test_an_index_would_take_the_built_files(built: tuple[Path, Path]) -> None:
+    """At most 20 MB; the description has absolute links alone; the sdist holds what a build needs, and no tests."""
+    assert [file.name for file in built if file.stat().st_size > 20_000_000] == []
+    wheel = zipfile.ZipFile(built[1])
+    [metadata] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    text = wheel.read(metadata).decode()
+    assert "Description-Content-Type: text/markdown" in text
+    assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith(("https://", "#"))] == []
+    with tarfile.open(built[0]) as sdist:
+        tops = {member.name.split("/")[1] for member in sdist.getmembers() if "/" in member.name}
+    assert {"setup.py", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "recipes"} <= tops
+    assert not {"tests", "docs", "benchmarks"} & tops
+
+
+@pytest.mark.slow
+def test_the_wheel_works_without_the_checkout(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """In an environment of its own, with the libraries of this one but not its editable installation."""
+    venv.create(tmp_path / "venv")
+    [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    zipfile.ZipFile(built[1]).extractall(site)
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    (tmp_path / "work").mkdir()
+
+    def run(*code: str) -> str:
+        command = [tmp_path / "venv/bin/python", "-c", *code]
+        return subprocess.check_output(command, cwd=tmp_path / "work", text=True, timeout=300)
+
+    assert run("import outrider.common; print(outrider.common.__file__)").startswith(str(site))
+    small = ["data.limit=8", "data.max_new_tokens=16", "training.max_steps=2"]
+    for words in (["--help"], ["doctor"], ["init", "embedded", "--out", "my.yaml"], ["train", "my.yaml", *small]):
+        run("from outrider.scripts import main; main()", *words)
+    assert list((tmp_path / "work/runs").rglob("drafter/model.safetensors"))

@@ -1,0 +1,148 @@
+"""Rollouts of a policy in training: drafts change neither tokens, nor log-probabilities, nor the run."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.common import BadInputError
+from outrider.decode import Sampling
+from outrider.heads import Suffix, SuffixConfig
+from outrider.lab.rl import DepthChoice, Rollouts
+from outrider.targets import Target
+
+from ..closeness import assert_same, terms
+
+PROMPTS = [[7, 20, 30], [9, 11, 40, 41, 5], [7, 20, 30]]
+
+
+def suffix() -> Suffix:
+    return Suffix(SuffixConfig(max_tokens=10_000))
+
+
+@pytest.fixture
+def policy(tiny_llama, tiny_tokenizer) -> Target:
+    """A model that is sure enough of its tokens for drafts to be accepted above temperature 0, too."""
+    model = tiny_llama(layers=2, vocab=len(tiny_tokenizer), initializer_range=0.5)
+    model.lm_head.weight.data *= 8
+    return Target(model, tiny_tokenizer)
+
+
+def changed(model: Any, step: int) -> None:
+    """Move the weights as an optimizer would."""
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 1e-3 * torch.randn(weight.shape, generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_policy_that_moves_writes_the_same_with_drafts_and_without(policy, temperature):
+    sampling = Sampling(temperature=temperature, seed=3)
+    plain_model = policy.model
+    model = copy.deepcopy(plain_model)
+    plain = Rollouts(plain_model, policy.tokenizer, sampling=sampling, max_new_tokens=24)
+    drafted = Rollouts(model, policy.tokenizer, suffix(), sampling, max_new_tokens=24, depths=(4,))
+    for step in range(4):
+        one, other = plain.rollout(PROMPTS, step), drafted.rollout(PROMPTS, step)
+        assert other.completions == one.completions
+        assert other.logprobs == one.logprobs
+        changed(plain_model, step)
+        changed(model, step)
+    assert [r.depth for r in plain.history] == [0] * 4
+    assert max(r.tau for r in drafted.history) > 1
+
+
+def test_each_step_and_each_place_has_noise_of_its_own(tiny_target):
+    rollouts = Rollouts(tiny_target.model, tiny_target.tokenizer, max_new_tokens=9)
+    texts = [tuple(tokens) for step in range(4) for tokens in rollouts.rollout(PROMPTS[:1] * 3, step).completions]
+    assert len(set(texts)) == len(texts)
+
+
+def test_log_probabilities_are_those_of_the_librarys_model(tiny_target):
+    model = tiny_target.model.double()
+    rollouts = Rollouts(model, tiny_target.tokenizer, sampling=Sampling(temperature=0.7), max_new_tokens=9)
+    found = rollouts.rollout(PROMPTS, step=1)
+    assert found.logprobs is not None
+    for prompt, tokens, values in zip(PROMPTS, found.completions, found.logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1] / 0.7
+        expected = logits.float().log_softmax(-1)[range(len(tokens)), tokens]
+        assert_same(torch.tensor(values), expected, terms(model))
+
+
+def test_the_mode_of_the_policy_is_given_back_even_after_a_failure(tiny_target):
+    rollouts = Rollouts(tiny_target.model.train(), tiny_target.tokenizer)
+    with pytest.raises(BadInputError):
+        rollouts.rollout([[]], step=0)
+    assert tiny_target.model.training
+    with pytest.raises(BadInputError, match="no prompts"):
+        rollouts.rollout([], step=0)
+
+
+def test_the_fastest_depth_is_taken_and_a_slower_one_tried_more_and_more_seldom():
+    choice = DepthChoice((0, 2, 4))
+    pace = {0: 1.0, 2: 1.5, 4: 0.8}
+    taken = []
+    for _ in range(200):
+        depth = choice.next()
+        choice.observe(depth, 10 * pace[depth], 10)
+        taken.append(depth)
+    assert taken[:3] == [0, 2, 4]
+    assert taken[3:].count(4) > 185
+    lost = sum(pace[depth] - 0.8 for depth in taken) / (0.8 * 200)
+    assert lost < 0.03
+    pace[4] = 3.0  # the policy has moved away from what the drafter knows
+    for _ in range(20):
+        depth = choice.next()
+        choice.observe(depth, 10 * pace[depth], 10)
+    assert choice.next() == 0
+
+
+@pytest.mark.slow
+def test_a_run_of_trl_ends_with_the_same_weights_with_drafts_and_without(policy, tmp_path):
+    trl = pytest.importorskip("trl")
+    ends = {}
+    for name, drafter in (("plain", None), ("drafted", suffix())):
+        ends[name] = grpo(trl, copy.deepcopy(policy.model), policy.tokenizer, drafter, tmp_path / name)
+    assert ends["drafted"].keys() == ends["plain"].keys()
+    for key, weight in ends["plain"].items():
+        assert torch.equal(ends["drafted"][key], weight), key
+
+
+def grpo(trl: Any, model: Any, tokenizer: Any, drafter: Suffix | None, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights after a few steps of GRPO whose reward is how many different tokens a completion has."""
+    from datasets import Dataset
+
+    rollouts = Rollouts(model, tokenizer, drafter, Sampling(temperature=1.0), max_new_tokens=16, depths=(3,))
+    settings = trl.GRPOConfig(
+        output_dir=str(folder),
+        max_steps=4,
+        num_generations=4,
+        per_device_train_batch_size=8,
+        max_completion_length=16,
+        learning_rate=1e-3,
+        beta=0.0,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+    )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        args=settings,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"prompt": text} for text in ("one", "two words", "three", "four more")]),
+        reward_funcs=lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids],
+        rollout_func=rollouts.for_trl,
+    )
+    trainer.train()
+    if drafter is not None:
+        assert sum(found.tau for found in rollouts.history) > len(rollouts.history)
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}

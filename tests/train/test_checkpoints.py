@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerState
 
-from outrider.common import BadInputError, Refusal, digest_cache, digests
+from outrider.common import BadInputError, Refusal, digests
 from outrider.common.atomic import CannotWriteError
 from outrider.train import checkpoints as folders
 from outrider.train.checkpoints import explain_write_errors
@@ -42,13 +41,6 @@ def names(folder: Path) -> list[str]:
     return sorted(f.name for f in folder.iterdir())
 
 
-def test_the_marker_lists_every_file_with_its_digest(saved):
-    *files, last = (saved(1) / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-    content = {"drafter/model.safetensors": b"weights", "empty": b"", "optimizer.pt": b"optimizer"}
-    assert files == [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in content.items()]
-    assert last.startswith("# complete: 3 files, ")
-
-
 def test_one_altered_byte_makes_a_checkpoint_damaged_and_an_earlier_one_is_taken(saved, caplog):
     first, altered = saved(1), saved(20)
     (altered / "optimizer.pt").write_bytes(b"optimizes")
@@ -57,44 +49,6 @@ def test_one_altered_byte_makes_a_checkpoint_damaged_and_an_earlier_one_is_taken
     assert f"{altered} was altered or damaged after it was written (optimizer.pt: content differs" in caplog.text
     with pytest.raises(Refusal, match=r"checkpoint-20 cannot be continued: optimizer\.pt: content differs"):
         folders.require_whole(altered)
-
-
-def test_a_checkpoint_that_was_just_written_is_not_read_again(saved, tmp_path, monkeypatch):
-    """Neither by the process that wrote it, nor by those beside it: they find the digests of large files."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    digest_cache.forget()
-    folder = saved(1, whole=False)
-    (folder / "empty").unlink()
-    for name in ("optimizer.pt", "drafter/model.safetensors"):
-        (folder / name).write_bytes(bytes(1_000_000))
-    digests.seal(folder)
-    reads: list[int] = []
-    monkeypatch.setattr(hashlib, "file_digest", lambda *_: reads.append(1))
-    assert folders.last_complete(folder.parent) == folder
-    digest_cache.forget()  # as another process does
-    assert folders.last_complete(folder.parent) == folder
-    assert reads == []
-
-
-def test_a_checkpoint_is_whole_once_it_is_marked_and_whatever_comes_later(saved):
-    folder = saved(1, whole=False)
-    assert digests.problems(folder)
-    digests.seal(folder)
-    assert not digests.problems(folder)
-    (folder / "notes.txt").write_text("mine")
-    assert not digests.problems(folder)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "empty", "drafter/model.safetensors"])
-def test_a_checkpoint_whose_file_has_another_size_or_is_gone_is_not_whole(saved, name):
-    folder = saved(1)
-    for content in ((folder / name).read_bytes()[:-1] or b"1", (folder / name).read_bytes() + b"!"):
-        (folder / name).write_bytes(content)
-        assert digests.problems(folder)
-    (folder / name).unlink()
-    assert digests.problems(folder)
-    (folder / name).mkdir()
-    assert digests.problems(folder), "a folder of that name is no file"
 
 
 def test_a_checkpoint_that_is_not_there_cannot_be_continued(tmp_path):
@@ -191,16 +145,6 @@ def test_what_cannot_be_continued_is_cleared_and_what_was_once_whole_is_kept(sav
     (unfinished / "SHA256SUMS").unlink()
     folders.remove_broken(whole.parent, whole)
     assert names(whole.parent) == ["checkpoint-1", "damaged-checkpoint-2-1"]
-
-
-def test_a_checkpoint_that_was_being_deleted_when_its_run_was_killed_is_not_whole(saved, monkeypatch):
-    made = [saved(step) for step in (1, 2, 3)]
-    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: None)  # as a kill leaves it
-    folders.rotate(made[0].parent, 2, None)
-    assert [digests.is_sealed(folder) for folder in made] == [False, True, True]
-    monkeypatch.undo()
-    folders.rotate(made[0].parent, 2, None)
-    assert names(made[0].parent) == ["checkpoint-2", "checkpoint-3"]
 
 
 @pytest.fixture

@@ -68,21 +68,29 @@ def config_only_target(
     path = os.path.expanduser(path)
     if adapter is not None or quantize is not None or split_shape(path)[1] is not None:
         return load()
-    name = target_path(path)
-    revision = commit_of(name, revision)
-    folder = folder_of(name, dtype, revision, trust_remote_code)
-    model = meta_causal_lm(name, dtype, revision, trust_remote_code)
+    revision = commit_of(target_path(path), revision)
+    _, model = _outline(path, revision, dtype, trust_remote_code)
     if not is_plain(model):
         return load()
-    if model.can_generate() and (folder / GENERATION_CONFIG).exists():  # the tokens that end a text
-        try:
-            model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG))
-        except (TypeError, ValueError) as error:
-            raise BadInputError(f"{folder / GENERATION_CONFIG} cannot be used: {error}. Mend or remove it.") from error
     tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
-    source = source_of(path, revision)
-    read = partial(load_causal_lm, name, dtype, revision, trust_remote_code)
-    return Target(model, tokenizer, source, lambda: _fingerprint(read, tokenizer, load))
+    read = partial(load_causal_lm, target_path(path), dtype, revision, trust_remote_code)
+    return Target(model, tokenizer, source_of(path, revision), lambda: _fingerprint(read, tokenizer, load))
+
+
+def _outline(
+    path: str, revision: str | None, dtype: str | torch.dtype, trust_remote_code: bool
+) -> tuple[Path, PreTrainedModel]:
+    """Return a target's folder, checked, and its model without weights, which has the tokens that end a text."""
+    name = target_path(path)
+    folder = folder_of(name, dtype, revision, trust_remote_code)
+    model = meta_causal_lm(name, dtype, revision, trust_remote_code)
+    file = folder / GENERATION_CONFIG
+    if model.can_generate() and file.exists():
+        try:
+            model.generation_config = GenerationConfig.from_dict(read_json(file))
+        except (TypeError, ValueError) as error:
+            raise BadInputError(f"{file} cannot be used: {error}. Mend or remove it.") from error
+    return folder, model
 
 
 def is_plain(model: PreTrainedModel) -> bool:
@@ -209,21 +217,17 @@ def target_without_layers(
         BadInputError: the folder is missing, has no config, or holds only pickled weights.
         IncompatibleError: a part is missing or has other sizes, or the norm after the layers is not one module.
     """
-    path = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
+    path = os.path.expanduser(path)
     if split_shape(path)[1] is not None:
         raise BadInputError(f"target.engine: {path!r} is grown while it is loaded; save it (outrider lab grow) first.")
     revision = commit_of(target_path(path), revision)
-    folder = folder_of(target_path(path), dtype, revision, trust_remote_code)
-    model = meta_causal_lm(path, dtype, revision, trust_remote_code)
-    if model.can_generate() and (folder / GENERATION_CONFIG).exists():
-        model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG))
+    folder, model = _outline(path, revision, dtype, trust_remote_code)
     norm = norm_after_layers(model)
     _fill(model, _parts(model, norm), folder, torch.device(device))
     tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
-    source = source_of(path, revision)
     make = partial(_whole_fingerprint, model, tokenizer, folder, path, revision, dtype, trust_remote_code)
     whole = cache(lambda: _kept(folder, str(dtype), make))
-    return TargetWithoutLayers(model, tokenizer, source, whole, norm=norm)
+    return TargetWithoutLayers(model, tokenizer, source_of(path, revision), whole, norm=norm)
 
 
 def norm_after_layers(model: PreTrainedModel) -> nn.Module:

@@ -21,7 +21,7 @@ from outrider.lab.grow import grow, shape_config
 from outrider.lab.grow_drafter import grow_drafter
 from outrider.targets import Target
 from outrider.targets.fast import use_fastest_pass
-from outrider.targets.fast.select import RUNNERS
+from outrider.targets.fast.select import CANDIDATES
 from outrider.targets.loading import split_shape
 
 PRUNED = 32_000  # outputs of the EAGLE-3 heads that were published for targets of eight billion parameters
@@ -102,7 +102,7 @@ def run_by(target: Target, runner: str | None) -> None:
     if runner is None:
         use_fastest_pass(target)
     else:
-        next(known for known in RUNNERS if known.name == runner).build(target)
+        next(known for known in CANDIDATES if known.name == runner).build(target)
 
 
 def draft_seconds(target: Target, drafter: Drafter, depth: int, batch: int, context: int, repeats: int) -> list[float]:

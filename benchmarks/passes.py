@@ -7,7 +7,7 @@
         --runners eager --widths 0 1 2 3 4 6 8 15
 
 Runners are the candidates of `targets.fast.select`: the library's modules (eager), the same with split attention, with
-packed weights, compiled, and our kernels, with the way that each product takes. What fails is written down as that, and
+packed weights, and our kernels, with the way that each product takes. What fails is written down as that, and
 the others go on. The floor is the time of reading the weights, of experts those that one token meets, at the bandwidth
 that is measured here.
 
@@ -44,7 +44,7 @@ from .ceilings import Floor, bandwidth
 from .grown import Grown, draft_seconds
 from .report import NOTHING, command, conditions, options, table, write
 
-RUNNERS = {runner.name: runner for runner in select.RUNNERS}
+RUNNERS = {runner.name: runner for runner in select.CANDIDATES}
 
 
 def routers(target: Target) -> list[nn.Module]:

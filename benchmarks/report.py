@@ -20,13 +20,13 @@ from outrider.common.runtime import versions
 from outrider.common.signals import how, number_of, stoppable
 from outrider.eval.reports.figures import Interval
 from outrider.targets import Target
-from outrider.targets.fast.select import RUNNERS
+from outrider.targets.fast.select import CANDIDATES
 
 NOTHING = "–"
 _COMMON: dict[str, dict[str, Any]] = {
     "target": {"default": "embedded", "help": "a folder, or one grown into a shape: embedded@8b (`outrider lab grow`)"},
     "shape": {"nargs": "*", "default": [], "metavar": "KEY=VALUE", "help": "sizes of that shape: num_hidden_layers=16"},
-    "runner": {"choices": [runner.name for runner in RUNNERS], "help": "of passes; default: what is fastest"},
+    "runner": {"choices": [runner.name for runner in CANDIDATES], "help": "of passes; default: what is fastest"},
     "suites": {"nargs": "*", "default": ["code", "docs", "prose"]},
     "limit": {"type": int, "help": "prompts per suite"},
     "max_new_tokens": {"type": int},

@@ -26,8 +26,6 @@ from .recurrent import RecurrentCache, has_states
 from .split_attention import NAME as SPLIT_ATTENTION
 from .split_attention import register
 
-_CAPTURING = ("reduce-overhead", "max-autotune")  # modes of torch.compile
-
 
 class PassRunner(Protocol):
     """Runs passes over few tokens in place of a model's modules (see `targets.fast`)."""
@@ -67,7 +65,6 @@ class Backbone:
         self.config: PreTrainedConfig = model.config.get_text_config()
         self._taps = TapReader(self.body, self.num_layers)
         self._layouts: dict[Hashable, CacheLayout] = {}
-        self._compiled: Callable[..., Any] | None = None
         self.packed: PackedModel | None = None
         self._final_norm: nn.Module | None = None
         self.fast: PassRunner | None = None
@@ -107,19 +104,17 @@ class Backbone:
 
     @property
     def pass_backend(self) -> str:
-        """The way in which passes of rounds run: "kernels", "compiled", "packed", "split attention" or "eager"."""
+        """The way in which passes of rounds run: "kernels", "packed", "split attention" or "eager"."""
         if self.fast is not None:
             return "kernels"
         if self.packed is not None:
             return "packed"
-        if self._compiled is not None:
-            return "compiled"
         splits = getattr(self.config, "_attn_implementation", None) == SPLIT_ATTENTION
         return "split attention" if splits else "eager"
 
     def run_eagerly(self) -> None:
         """Run all passes by the library's modules again, with the library's own attention."""
-        self.fast = self._compiled = self.packed = None
+        self.fast = self.packed = None
         if self.pass_backend == "split attention":
             self.model.set_attn_implementation("sdpa")
 
@@ -135,25 +130,6 @@ class Backbone:
             )
         register()
         self.model.set_attn_implementation(SPLIT_ATTENTION)
-
-    def compile(self, **options: Any) -> None:
-        """Let `torch.compile` fuse the passes of rounds of fixed shapes (`Decoder(static=True)`).
-
-        On a GPU a model that attends by SDPA gets split attention: compiled, the library's repeats keys and values for
-        heads that share them, even for one token. `options` are those of `torch.compile`, such as `backend`.
-
-        Raises BadInputError for a mode that makes CUDA graphs of its own: graphs cannot hold each other.
-        """
-        if (mode := options.get("mode")) in _CAPTURING:
-            raise BadInputError(
-                f"compile: the mode {mode!r} captures CUDA graphs, and rounds of fixed shapes are captured as a whole "
-                "already; leave it out, or take mode='max-autotune-no-cudagraphs'."
-            )
-        if self.device.type == "cuda" and self.config._attn_implementation == "sdpa":
-            self.use_split_attention()
-        # There is one compilation per number of tokens, rows, and window, each of the whole model.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        self._compiled, self.packed = torch.compile(self.body, dynamic=False, fullgraph=True, **options), None
 
     def new_cache(self, batch_size: int, max_length: int, joined: bool = False) -> RaggedCache:
         """Make a cache for `batch_size` rows of up to `max_length` entries, allocated whole: `cache_bytes` of memory.
@@ -230,11 +206,8 @@ class Backbone:
             inputs, asked = cache.unread(), cache.asked(inputs.shape[1])
         places = self._places(inputs.shape[1], cache, offset, nodes)
         self._taps.watch(taps)
-        fixed = cache is not None and cache.window is not None
-        body: Callable[..., Any] = self.body
-        if fixed and self._compiled is not None:
-            body = self._compiled
-        elif cache is not None and self.packed is not None and self.packed.serves():
+        body = self.body
+        if cache is not None and self.packed is not None and self.packed.serves():
             body = self.packed.body
         last = body(**_read(inputs), **places).last_hidden_state
         hidden = self._taps.collect(taps, last)
@@ -297,7 +270,7 @@ class Backbone:
         cut = copy.copy(self)
         cut.body = first_layers(self.body, decoder_layers(self.body, self.num_layers), num_layers)
         cut.config = config
-        cut._taps, cut._compiled = TapReader(cut.body, num_layers), None
+        cut._taps = TapReader(cut.body, num_layers)
         cut.packed = None if self.packed is None else self.packed.shallow(self.num_layers, num_layers)
         cut.fast = None if self.fast is None else self.fast.shallow(num_layers)
         return cut
@@ -309,7 +282,7 @@ class Backbone:
         """
         plain = copy.copy(self)
         plain.body = self.body if self.packed is None else self.packed.body
-        plain.fast = plain._compiled = plain.packed = None
+        plain.fast = plain.packed = None
         return plain
 
     def final_norm(self, hidden: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class AttentionStore(CacheLayerMixin):
         keys, values = self.keys, self.values
         if keys is None or values is None:
             keys, values = self.entries(cast(LayerShape, shape_of(key_states, value_states)))
-        placed = self.cache.placed  # torch.compile sees no properties through a weak reference
+        placed = self.cache.placed
         for store, new in ((keys, key_states), (values, value_states)):
             if isinstance(placed.index, slice):
                 store[:, :, placed.index] = new

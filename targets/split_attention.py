@@ -126,14 +126,13 @@ def _folded_mask(mask: Tensor, group: int, shared: int, parts: int) -> Tensor:
     """Return `mask` `[B, 1, Q, L]` for folded heads and parts, `[B·K, P, G·Q, L / P]`; one is kept for all layers."""
     global _last
     shape = (group, shared, parts)
-    if not torch.compiler.is_compiling() and _last is not None and _last[0]() is mask and _last[1] == shape:
+    if _last is not None and _last[0]() is mask and _last[1] == shape:
         return _last[2]
     rows, _, queries, length = mask.shape
     cut = mask.unflatten(3, (parts, length // parts)).permute(0, 1, 3, 2, 4)  # [B, 1, P, Q, L / P]
     repeated = cut[:, :, :, None].expand(rows, shared, parts, group, queries, -1)
     whole = repeated.reshape(rows * shared, parts, group * queries, -1)
-    if not torch.compiler.is_compiling():
-        _last = (weakref.ref(mask), shape, whole)
+    _last = (weakref.ref(mask), shape, whole)
     return whole
 
 

@@ -295,7 +295,7 @@ class Target(Backbone):
         They take as much memory again as the weights of the linear layers. Raises IncompatibleError where nothing can
         be packed.
         """
-        self.packed, self._compiled = PackedModel(self.model), None
+        self.packed = PackedModel(self.model)
 
     @torch.no_grad()
     def _look_at_a_token(self) -> CacheLayout:

@@ -8,24 +8,23 @@ remembered one right on its own weights, and times nothing. A user's choice wins
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from ...common.atomic import write_atomically
 from ...common.digest_cache import cache_file
 from ...common.errors import IncompatibleError, reason
 from ...common.machine import clock, device_name, free_bytes
 from ...common.runtime import installed_version
-from ...common.safe_load import parse_json, read_text
+from ...common.safe_load import read_text
 from .. import packed_weights
 from ..backbone import Backbone
 from ..layers import is_of_llama_kind, usual_layer
@@ -118,9 +117,6 @@ CANDIDATES = (
     PACKED,
     PassCandidate("kernels", use_fast_pass, why_no_kernels),
 )
-# Compiling a model takes minutes for each number of tokens (more than one for 32 layers on an H200, and it had not
-# ended): nobody is made to wait for it.
-RUNNERS = (*CANDIDATES, PassCandidate("compiled", Target.compile))
 
 
 @dataclass(frozen=True)
@@ -152,19 +148,15 @@ class PassSelection:
     def key(self) -> tuple[str, ...]:
         return self.device, self.dtype, self.shape, self.serving, self.versions
 
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> PassSelection:
-        return cls(**saved | {"trials": tuple(PassTrial(**trial) for trial in saved["trials"])})
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return each candidate, whether it is right, and its milliseconds per pass or its problem."""
-        rows = []
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield each candidate, and its milliseconds per pass or its problem."""
         for trial in self.trials:
             name = f"{trial.candidate} (taken)" if trial.candidate == self.taken else trial.candidate
-            passes = {f"{count} token{'s' * (count != '1')}": time for count, time in trial.milliseconds.items()}
-            timed = ", ".join(f"{time:.3f} ms for {tokens}" for tokens, time in passes.items())
-            rows.append((name, "yes" if timed else "left out", timed or trial.problem))
-        return rows
+            times = [f"{time:.3f} ms for {tokens} tokens" for tokens, time in trial.milliseconds.items()]
+            yield name, ", ".join(times) or trial.problem
+
+
+_SAVED = TypeAdapter(list[PassSelection])
 
 
 def use_fastest_pass(target: Target) -> None:
@@ -213,7 +205,7 @@ def measure(
     taken = min(timed, key=lambda trial: trial.total).candidate if timed else EAGER.name
     next((candidate for candidate in candidates if candidate.name == taken), EAGER).build(target)
     selection = PassSelection(*_key(target, candidates), taken, tuple(trials))
-    words = "; ".join(f"{name}: {result}" for name, _, result in selection.rows())
+    words = "; ".join(f"{name}: {result}" for name, result in selection.rows())
     _log.info("passes on %s in %s: %s", selection.device, selection.dtype, words)
     return selection
 
@@ -268,12 +260,10 @@ def selections_file() -> Path:
 
 def remembered() -> dict[tuple[str, ...], PassSelection]:
     """Return the selections of this process and of earlier ones, by their keys."""
-    try:
-        saved = parse_json(read_text(selections_file()), str(selections_file()))
-        kept = {selection.key: selection for selection in map(PassSelection.from_dict, saved)}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # none, damaged, or foreign
-        kept = {}
-    return kept | _selections
+    kept: list[PassSelection] = []
+    with suppress(OSError, ValueError, RuntimeError):  # there is none, or it is damaged or foreign
+        kept = _SAVED.validate_json(read_text(selections_file()))
+    return {selection.key: selection for selection in kept} | _selections
 
 
 def remember(selection: PassSelection) -> None:
@@ -281,8 +271,8 @@ def remember(selection: PassSelection) -> None:
     _selections[selection.key] = selection
     with suppress(OSError, RuntimeError):  # it only costs time
         selections_file().parent.mkdir(parents=True, exist_ok=True)
-        kept = [asdict(selection) for selection in remembered().values()]
-        write_atomically(selections_file(), json.dumps(kept, indent=2) + "\n")
+        kept = _SAVED.dump_json(list(remembered().values()), indent=2)
+        write_atomically(selections_file(), kept.decode() + "\n")
 
 
 def _key(target: Target, candidates: Sequence[PassCandidate]) -> tuple[str, str, str, str, str]:

@@ -174,15 +174,6 @@ def test_packed_weights_draft_the_same(target, monkeypatch):
     assert hooks(target) == 0
 
 
-def test_a_compiled_target_is_neither_changed_nor_asked_for_drafts(target):
-    drafter, prompts = build(target, std=0.01), sequences(1, 7).tolist()
-    usual = Decoder(target, drafter).generate(prompts, 8, plan=Plan(STEPS))
-    target.compile(backend="eager")
-    compiled = Decoder(target, drafter, static=True).generate(prompts, 8, plan=Plan(STEPS))
-    assert compiled.tokens == usual.tokens
-    assert compiled.rounds == usual.rounds
-
-
 @torch.inference_mode()
 def test_passes_of_other_threads_are_the_targets_own_while_one_drafts(target):
     drafter, tokens = build(target), sequences(2, 9)

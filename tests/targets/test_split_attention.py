@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from outrider.common import BadInputError, IncompatibleError
+from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.targets import Target, load_causal_lm, split_attention
@@ -127,12 +127,6 @@ def test_decoding_never_attends_by_cudnn_and_leaves_the_choice_as_it_was(tiny_ll
     assert chosen == [False] * 5
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_modes_of_compile_that_capture_graphs_are_refused(tiny_llama, mode):
-    with pytest.raises(BadInputError, match="captured as a whole already"):
-        Target(tiny_llama(layers=2)).compile(mode=mode)
-
-
 def make(kind: str, tiny_llama) -> Target:
     if kind == "llama":
         return Target(tiny_llama(layers=4))
@@ -166,26 +160,6 @@ def test_split_attention_can_be_asked_for_by_name(tiny_llama, tmp_path):
     tiny_llama(layers=4).save_pretrained(tmp_path)
     split_attention.register()
     assert load_causal_lm(str(tmp_path), attention=split_attention.NAME).config._attn_implementation == "outrider"
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_compiled_rounds_write_the_same_text_and_see_the_same_taps(tiny_llama, split):
-    """Without a break in the graph. The text alone would not show what the drafter was fed, the rounds do."""
-    target = Target(tiny_llama(layers=4))
-    torch.manual_seed(0)
-    head = Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target)
-    if split:
-        target.use_split_attention()
-    ways = list(product((Sampling(), few()), PLANS))
-    expected = [Decoder(target, head).generate(PROMPTS, 30, *way) for way in ways]
-    assert all(usual.stats.tau > 1.05 for usual in expected[len(PLANS) :])
-    target.compile(backend="eager")
-    torch._dynamo.utils.counters.clear()
-    for way, usual in zip(ways, expected, strict=True):
-        found = Decoder(target, head, static=True).generate(PROMPTS, 30, *way)
-        assert found.tokens == usual.tokens
-        assert found.rounds == usual.rounds
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
 
 
 @pytest.mark.gpu

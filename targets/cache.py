@@ -145,12 +145,9 @@ def shape_of(
     keys: Tensor | None, values: Tensor | None, conv: Tensor | None = None, recurrent: Tensor | None = None
 ) -> LayerShape | None:
     """Return the shape of a layer's keys and values `[B, H, *, D]` and states `[B, …]`; None if it has none of them."""
-    sizes = [() if t is None else (t.shape[1], t.shape[3]) for t in (keys, values)]
-    sizes += [() if t is None else tuple(t.shape[1:]) for t in (conv, recurrent)]
-    shapes = [
-        None if tensor is None else TensorShape(size, tensor.dtype, tensor.device)
-        for tensor, size in zip((keys, values, conv, recurrent), sizes, strict=True)
-    ]
+    entries = [None if t is None else TensorShape((t.shape[1], t.shape[3]), t.dtype, t.device) for t in (keys, values)]
+    states = [None if t is None else TensorShape(tuple(t.shape[1:]), t.dtype, t.device) for t in (conv, recurrent)]
+    shapes = [*entries, *states]
     return LayerShape(*shapes) if any(shapes) else None
 
 

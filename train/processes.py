@@ -65,7 +65,7 @@ class Processes:
         """Return the mean of a number over all processes."""
         if self.args.world_size == 1:
             return value
-        return float(self.sum(torch.tensor(value, device=self.args.device)).item()) / self.args.world_size
+        return float(self.accelerator.reduce(torch.tensor(value, device=self.args.device), "mean"))
 
     def any(self, flag: bool) -> bool:
         """Tell whether the flag is set in any process."""
@@ -73,9 +73,8 @@ class Processes:
 
     def gather(self, value: float) -> list[int]:
         """Return the (whole) number of every process, in their order."""
-        own = torch.zeros(self.args.world_size, dtype=torch.double, device=self.args.device)
-        own[self.args.process_index] = value
-        return [int(number) for number in self.sum(own).tolist()]
+        own = torch.tensor([value], dtype=torch.double, device=self.args.device)
+        return [int(number) for number in self.accelerator.gather(own).tolist()]
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,32 +79,30 @@ class MetricSums:
         return {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count > 0}
 
 
-@dataclass
-class StepStats:
-    """The micro-batches of an optimizer step so far, as the collator makes them, and the sum of their losses, `[]`."""
+class FiniteGuard(TrainerCallback):
+    """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good.
 
-    loss: Tensor
-    inputs: list[dict[str, Tensor]] = field(default_factory=list)
+    `loss` is the sum over the step's micro-batches so far, `[]`; `inputs` are these, as the collator makes them.
+    """
+
+    def __init__(self, trainer: DrafterTrainer):
+        self.trainer = trainer
+        self.loss = torch.zeros((), device=trainer.args.device)
+        self.inputs: list[dict[str, Tensor]] = []
 
     def add(self, inputs: dict[str, Tensor], loss: Tensor) -> None:
         self.inputs.append(inputs)
         self.loss = self.loss + loss.detach()
 
-
-class FiniteGuard(TrainerCallback):
-    """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good."""
-
-    def __init__(self, trainer: DrafterTrainer):
-        self.trainer, self.step = trainer, StepStats(torch.zeros((), device=trainer.args.device))
-
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        taken, self.step = self.step, StepStats(torch.zeros_like(self.step.loss))
-        loss, norm = torch.stack([taken.loss, self.trainer.norm_of_step().to(taken.loss)]).tolist()
-        self.check(taken, loss, norm)
+        loss, norm = torch.stack([self.loss, self.trainer.norm_of_step().to(self.loss)]).tolist()
+        self.check(loss, norm)
+        self.loss = torch.zeros_like(self.loss)
+        self.inputs = []
 
-    def check(self, step: StepStats, loss: float, norm: float = 0.0) -> None:
+    def check(self, loss: float, norm: float = 0.0) -> None:
         """Refuse a step, about to be taken, whose loss or gradient is not finite."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
@@ -116,19 +114,19 @@ class FiniteGuard(TrainerCallback):
             way_on = f"The last good checkpoint is {kept}; to go on, set drafter.init to it and choose another output."
         raise NotFiniteError(
             f"training stopped before step {self.trainer.state.global_step + 1}, which was not applied: {what}. "
-            f"{self._rows_of(step)} Try: lower training.learning_rate (now {args.learning_rate:g}); lower "
+            f"{self._rows()} Try: lower training.learning_rate (now {args.learning_rate:g}); lower "
             f"training.max_grad_norm (now {args.max_grad_norm:g}){half}. {way_on}"
         )
 
     @torch.no_grad()
-    def _rows_of(self, step: StepStats) -> str:
-        """Return a sentence about this process's rows of a step, which names non-finite states of the target."""
+    def _rows(self) -> str:
+        """Return a sentence about this process's rows of the step, which names non-finite states of the target."""
         data = self.trainer.data
-        for inputs in step.inputs if not data.batches.target.sharded else []:
+        for inputs in self.inputs if not data.batches.target.sharded else []:
             if not bool(data.batches.of(inputs).last.isfinite().all()):
                 names = data.training.names(inputs["index"].flatten().tolist())
                 return f"The target's own hidden states of {names} are not finite: look at the target, or its features."
-        indices = [i for inputs in step.inputs for i in inputs["index"].flatten().tolist()]
+        indices = [i for inputs in self.inputs for i in inputs["index"].flatten().tolist()]
         return f"It would have learned from {data.training.names(indices)}."
 
 
@@ -277,11 +275,9 @@ class DrafterTrainer(HookedTrainer):
     def look_back(self, checkpoint: Path) -> None:
         """Take over what a finished training's last checkpoint knows of its evaluations, but that of its last step."""
         state, own = checkpoints.state_of(checkpoint), self.state
-        own.global_step, own.best_metric, own.best_global_step = (
-            state.global_step,
-            state.best_metric,
-            state.best_global_step,
-        )
+        own.global_step = state.global_step
+        own.best_metric = state.best_metric
+        own.best_global_step = state.best_global_step
         own.log_history = [e for e in state.log_history if "eval_loss" not in e or e["step"] != state.global_step]
 
     def get_batch_samples(
@@ -326,10 +322,9 @@ class DrafterTrainer(HookedTrainer):
         # Data parallelism averages gradients over processes; the items were counted over all of them.
         num_processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         value = loss.total * (num_processes / items.clamp(min=1))
-        self._guard.step.add(inputs, value)
+        self._guard.add(inputs, value)
         if self.is_deepspeed_enabled:  # it takes the step as soon as it has the gradients
-            total = self.processes.sum(value.detach())
-            self._guard.check(self._guard.step, float(total))
+            self._guard.check(float(self.processes.sum(value.detach())))
         return (value, loss) if return_outputs else value
 
     @property

@@ -4,7 +4,7 @@ Shapes: B rows, H heads, L slots (the longest sequence plus one round), D head s
 
 The slots of row b below `lengths[b]` are committed. A pass writes Q new entries after them, and `advance` decides
 afterwards which of them stay: the next pass overwrites the others. Rejecting draft tokens therefore costs nothing, and
-ragged batches need no padding on the left. The entries of a tree stand after the committed ones, in any order in which
+ragged batches need no padding on the left. The entries of a tree follow the committed ones, in any order in which
 parents come before their children; `keep` then moves one path of them to the front.
 """
 
@@ -187,7 +187,7 @@ class RowLengths:
 
     @classmethod
     def of(cls, values: list[int], device: torch.device | str) -> RowLengths:
-        """Put numbers that the host knows on the device as well."""
+        """Return numbers of the host, on the device as well."""
         return cls(torch.tensor(values, dtype=torch.long, device=device), values)
 
     def plus(self, other: RowLengths) -> RowLengths:
@@ -259,7 +259,7 @@ class RaggedCache(Cache):
         return AttentionStore(self, shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedCache:
-        """Copy the cache with layers that know the copy: each holds a weak reference to its cache."""
+        """Copy the cache, with layers of the copy: each holds a weak reference to its cache."""
         if id(self) not in memo:  # the layers' references ask again
             memo[id(self)] = copied = self.__class__.__new__(self.__class__)
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -352,7 +352,7 @@ class RaggedCache(Cache):
             self.host_lengths = [a + b for a, b in zip(self.host_lengths, counts.values, strict=True)]
 
     def skip(self, count: int) -> None:
-        """Commit `count` entries of every row, whatever they hold: passes then cost as after a text of that length."""
+        """Commit `count` entries of every row, whatever is in them: passes then cost as after a text of that length."""
         self.advance(RowLengths.of([count] * self.batch_size, self.lengths.device))
 
     def reset(self) -> None:

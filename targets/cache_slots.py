@@ -1,4 +1,4 @@
-"""Where the tokens of a pass stand in a cache, in their texts, and in a tree of drafts; and which others they see.
+"""The places of a pass's tokens in a cache, in their texts, and in a tree of drafts; and which others they attend to.
 
 Shapes: B rows, Q new tokens per row, `used` slots of the cache that the pass reads.
 """
@@ -37,7 +37,7 @@ class Nodes:
 
     @classmethod
     def of_chain(cls, length: int, device: torch.device | str) -> Nodes:
-        """Return a root and a chain of `length` after it, one row that stands for all."""
+        """Return a root and a chain of `length` after it, in one row for all."""
         return cls(
             torch.arange(length + 1, device=device)[None],
             torch.ones(1, length + 1, length + 1, dtype=torch.bool, device=device).tril(),
@@ -49,7 +49,7 @@ class Placement:
     """The slots of a cache that a pass writes, and its tokens' positions in their texts.
 
     Attributes:
-        index: the slots to write: one slice, where the host knows that it is the same for all rows; else the rows
+        index: the slots to write: one slice, where it is the same for all rows; else the rows
             `[B, 1]` and their slots `[B, Q]`.
         nodes: None for a chain. Else the depths of all uncommitted entries, `[B, offset + Q]`, and which of them the
             tokens see.

@@ -3,8 +3,8 @@
 A prompt file, its images and a model's folder may be a stranger's: an image is a regular file of limited size beside
 the prompt file, or a `data:` URL. Its pixels are counted before they are decoded, and nothing is fetched.
 
-In a prompt's text an image is one marker, as the chat template writes it. The processor says what stands there
-instead: as many image tokens as the model has features of the image.
+In a prompt's text an image is one marker, as the chat template writes it. The processor replaces it by as many image
+tokens as the model has features of the image.
 
 Shapes: T tokens of a prompt.
 """
@@ -80,8 +80,8 @@ class PromptImage(ImageSource):
     """An image of a prompt, as the target's processor shows it.
 
     Attributes:
-        marker: stands for it in the text that the chat template makes.
-        text: stands there for the target. num_tokens: image tokens in it.
+        marker: its place in the text that the chat template makes.
+        text: what the target reads there. num_tokens: image tokens in it.
     """
 
     marker: str
@@ -101,7 +101,7 @@ class ImageInputs:
 
 
 def insert_images(text: str, images: Sequence[PromptImage]) -> tuple[str, Callable[[int], int]]:
-    """Return a rendered chat in which its images' texts stand for their markers, and a map of places in it.
+    """Return a rendered chat in which its images' texts replace their markers, and a map of places in it.
 
     Raises BadInputError if there are more or fewer markers than images.
     """
@@ -207,7 +207,7 @@ class StoredImages:
 
 
 def decode_image(data: bytes, where: str) -> Image:
-    """Return the pixels of an image's file in RGB, turned as it says. BadInputError: it is no image, or too large."""
+    """Return the pixels of an image's file in RGB, turned by its EXIF data. BadInputError: it is damaged."""
     from PIL import ImageOps
 
     image = opened(data, where)
@@ -290,7 +290,7 @@ def processor_in(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTo
 
     from .model_folder import without_questions
 
-    opened(_PIXEL, "the target's processor")  # says that Pillow is missing
+    opened(_PIXEL, "the target's processor")  # raises if Pillow is missing
     if type(config) not in PROCESSOR_MAPPING:
         raise IncompatibleError(f"the library has no processor of images for {type(config).__name__}.")
     try:

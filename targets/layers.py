@@ -65,7 +65,7 @@ def first_layers(body: PreTrainedModel, layers: nn.ModuleList, count: int) -> Pr
 def find_final_norm(body: PreTrainedModel, layers: nn.ModuleList) -> nn.Module | None:
     """Return the module that turns the output of `layers` into the body's last hidden state; None if it is not one.
 
-    Models name it differently, so one pass finds it: it stands beside the layers, and is called last.
+    Models name it differently, so one pass finds it: it is a sibling of the layers, and is called last.
     """
     *above, _ = _path(body, layers)
     neighbours = [part for part in body.get_submodule(".".join(above)).children() if part is not layers]

@@ -176,7 +176,7 @@ class TargetGrowth(Protocol):
 
     @property
     def shapes(self) -> Collection[str]:
-        """The names that may stand after the @."""
+        """The names that may follow the @."""
         ...
 
     def config(self, config: PreTrainedConfig, shape: str) -> PreTrainedConfig:

@@ -129,7 +129,7 @@ def say_if_downloaded(name: str, file: str, revision: str | None = None) -> None
 
     A path with one slash, mistyped, looks like a Hub id, and where the Hub does not answer its retries take a minute.
     """
-    with suppress(HFValidationError):  # who asks the Hub next says that it is no Hub id
+    with suppress(HFValidationError):  # the Hub's client refuses it next
         if not isinstance(try_to_load_from_cache(name, file, revision=revision), str):
             _log.info("no folder %s here; read as a Hub id", name)
 
@@ -157,7 +157,7 @@ def _unreachable(name: str, error: Exception) -> BadInputError:
 def without_questions() -> Iterator[None]:
     """Let the library refuse a model's code inside, instead of asking on stdin whether it may run.
 
-    Each of our loading calls says whether it may; some of them load other models in turn, and do not pass it on.
+    Our loading calls pass `trust_remote_code`; some of them load other models in turn, and do not pass it on.
     """
     from transformers import dynamic_module_utils  # seconds of imports, which reading a config does without
 

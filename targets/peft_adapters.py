@@ -111,14 +111,14 @@ class _Ties:
         return [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
 
     def cut_at_adapters(self) -> None:
-        """Give each embedding a weight of its own where an adapter stands at one of them: it changes that one alone."""
+        """Give each embedding a weight of its own where one of them has an adapter, which changes that one alone."""
         if self.told_by and any(isinstance(end, _WRAPPERS) for end in self._ends()):
             sharing = [m for m in self.model.modules() if m._parameters.get("weight") is self.shared]
             for module in sharing[1:]:
                 module.weight = nn.Parameter(self.shared.detach().clone(), requires_grad=False)
 
     def join_equals(self, changed_alike: bool) -> None:
-        """Tie embeddings of equal weights again, and let the configs tell whether they are tied.
+        """Tie embeddings of equal weights again, and set in the configs whether they are tied.
 
         Weights that were `changed_alike` by one adapter are equal but for rounding: the sums have two orders.
         """

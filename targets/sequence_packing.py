@@ -61,7 +61,7 @@ class Documents:
         return starts.to(device)
 
     def positions(self, device: torch.device) -> Tensor:
-        """Return how many tokens of its document stand before each place, `[B, T]`."""
+        """Return how many tokens of its document precede each place, `[B, T]`."""
         return torch.arange(self.width, device=device) - self.starts(device)
 
     def passes(self, device: torch.device, together: bool = False, most: int = 0) -> Iterator[list[int]]:

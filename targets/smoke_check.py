@@ -1,6 +1,6 @@
 """Checks that a model can be read as all decoding reads it, in passes over a token or two.
 
-A model that fails would silently write another text than its own `generate`, and configs do not tell.
+A model that fails would silently write another text than its own `generate`, and its config does not show it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _check_frozen(target: Backbone) -> None:
 def _check_causal(target: Backbone) -> None:
     """Refuse a model whose states at a token depend on the tokens after it.
 
-    Encoders such as BERT load as causal models; their config says that they are none, as that of some causal ones does.
+    Encoders such as BERT load as causal models; their config has `is_decoder: false`, as that of some causal ones does.
     """
     if getattr(target.config, "is_decoder", None) is not False:
         return
@@ -96,7 +96,7 @@ def _check_logits(target: Backbone, lm_head: Callable[[Tensor], Tensor]) -> None
 
 @torch.no_grad()
 def reads_ragged_rows(target: Backbone, layout: CacheLayout) -> bool:
-    """Return whether a row is read alike beside a longer one and beside one of its own length."""
+    """Return whether a row has the same states beside a longer one and beside one of its own length."""
     states = []
     for lengths in ([1, 1], [1, 3]):
         cache = layout.allocate(2, max(lengths) + 1, target.device)

@@ -2,7 +2,7 @@
 
 One block per head would leave most of a GPU idle. The parts are read side by side, and their softmaxes are merged
 (flash-decoding, https://pytorch.org/blog/flash-decoding). Keys are never repeated for the heads that share them.
-`transformers` knows it by the name "outrider", and as "outrider_folded" what folds heads without cutting keys: torch's
+In `transformers` it is registered as "outrider", and folding without cutting keys as "outrider_folded": torch's
 kernels for CPUs take each head by itself, and in bfloat16 a single query for each costs more than two do.
 
 Shapes: B rows, H heads, G heads that share keys, K = H / G, Q queries, L keys, D head size, P parts.
@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 NAME, FOLDED = "outrider", "outrider_folded"
 _MOST_QUERIES = 64
-_ALIGNED = 16  # keys; the GPU's kernel wants masks whose rows begin at multiples of it, those of a part too
+_ALIGNED = 16  # keys; the GPU's kernel requires masks whose rows begin at multiples of it, those of a part too
 _LEAST_PART = 128  # keys
 _LONG = 1024  # keys from which a head's own attention is cut, too: merging parts takes five launches
 _BLOCKS = 256  # a part for each; two per multiprocessor of a large GPU

@@ -197,7 +197,7 @@ class Target(Backbone):
         return image_reader_of(path or "", self.source.get("revision"), False, self.require_tokenizer())
 
     def why_no_images(self) -> str | None:
-        """Return a sentence that says why prompts with images cannot be read; None if they can."""
+        """Return the reason why prompts with images cannot be read; None if they can."""
         name = type(self.model).__name__
         if self.image_token is None:
             return f"{name} sees no images."
@@ -208,7 +208,7 @@ class Target(Backbone):
         return None
 
     def image_inputs(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> ImageInputs | None:
-        """Return the inputs for those of a prompt's `images` that stand in its `tokens`; None for none.
+        """Return the inputs for those of a prompt's `images` that are in its `tokens`; None without any.
 
         Raises BadInputError if an image cannot be read any more, or the tokens show others.
         """
@@ -218,7 +218,7 @@ class Target(Backbone):
         return self.images.inputs([image.read() for image in shown]) if self.images is not None else None
 
     def images_in(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> list[PromptImage]:
-        """Return those of a conversation's `images` that stand in `tokens`: the first ones.
+        """Return those of a conversation's `images` that are in `tokens`: the first ones.
 
         Raises BadInputError if the tokens show others, and IncompatibleError if the model sees none.
         """
@@ -237,7 +237,7 @@ class Target(Backbone):
     def check_same(self, known: Fingerprint, what: str, is_allowed: bool, found: Fingerprint | None = None) -> None:
         """Raise BadInputError if this is not the target that `what` was made for, whose fingerprint is `known`.
 
-        Where that `is_allowed`, the source says how it differs. `found`: this one's fingerprint; None computes it.
+        Where that `is_allowed`, the difference is added to the source. `found`: this one's fingerprint, if known.
         """
         differences = "; ".join(known.differences(found or self.fingerprint()))
         if differences and not is_allowed:

@@ -135,7 +135,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         args.lr_scheduler_kwargs = mode | cast("dict[str, Any]", args.lr_scheduler_kwargs or {})
     unset_hf_deepspeed_config()  # else ZeRO stage 3 would take apart any model that is loaded from now on: the target
     if with_muon:
-        args.optim = muon.NAME  # not one of the library's names; DrafterTrainer knows it
+        args.optim = muon.NAME  # not one of the library's names: DrafterTrainer reads it
     if "load_best_model_at_end" not in recipe.training:
         # The trainer saves what is better than all before it: steps of saving need not be those of evaluating.
         saves = args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH) and not args.save_only_model
@@ -185,7 +185,7 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
     """Return our defaults for settings that the recipe leaves out; steps below 1 are fractions of the training."""
     has_gpu, evaluates = torch.cuda.is_available(), recipe.data.holdout > 0
     best: dict[str, Any] = {}
-    # Which way is better, transformers tells by the name, also by another one that the recipe may give.
+    # transformers derives greater_is_better from the name, also from one in the recipe.
     if evaluates and recipe.eval.training_prompts:
         best = {"metric_for_best_model": f"eval_{MEASURED}"}
     elif evaluates and recipe.training.get("lr_scheduler_type") != "reduce_lr_on_plateau":  # which follows the loss

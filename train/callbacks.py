@@ -60,7 +60,7 @@ class GracefulStop(TrainerCallback):
         return listening(self._request, patience=60)  # on a CPU the gradients of a step are one call
 
     def is_requested(self) -> bool:
-        """Tell whether any process received a request. All of them must call this together."""
+        """Return whether any process received a request. All of them must call this together."""
         return self.any_process(self.number != 0)
 
     def _request(self, number: int) -> None:

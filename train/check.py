@@ -76,7 +76,7 @@ def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, d
         drafter = check_makes(recipe, target)
     if drafter is not None:
         check_recomputes(drafter, args)
-        if not is_answered and args.process_index == 0:  # else the store says exactly what it needs
+        if not is_answered and args.process_index == 0:  # else the store computes exactly what it needs
             warn_of_features(recipe, target, drafter)
 
 
@@ -148,7 +148,7 @@ def warn_of_features(recipe: Recipe, target: Target, drafter: Drafter) -> None:
 
 def check_many_processes(recipe: Recipe, drafter_class: type[Drafter], args: TrainingArguments) -> None:
     """Refuse passes in numbers that differ between processes, and a target in parts where whole layers are needed."""
-    # A language model reads a pack in as many passes as its texts want, and FSDP2 gathers layers in each of them.
+    # A language model reads a pack in as many passes as its texts need, and FSDP2 gathers layers in each of them.
     if packing_of(recipe.training) and drafter_class.by_layers and kind_of_processes(args) == "FSDP":
         raise BadInputError(
             f"training.packing: under FSDP2 a {drafter_class.name} must make as many passes in every process, and "

@@ -66,7 +66,7 @@ def state_of(folder: Path) -> TrainerState:
 
 
 def require_own_state(folder: Path) -> None:
-    """Refuse a checkpoint whose trainer_state.json is none, or is of another step than its name says."""
+    """Refuse a checkpoint whose trainer_state.json is missing or damaged, or of another step than its name."""
     found = "no state of a training"
     try:
         read_json(folder / STATE, FileLimits(infinite=True))
@@ -81,7 +81,7 @@ def require_own_state(folder: Path) -> None:
 
 
 def lacks_evaluation(folder: Path, args: TrainingArguments) -> bool:
-    """Tell whether a request to stop took from a checkpoint its evaluation, or cut it short."""
+    """Return whether a checkpoint's evaluation was left out, or cut short, by a request to stop."""
     state = state_of(folder)
     entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
     is_due = args.eval_strategy == IntervalStrategy.STEPS and state.global_step % state.eval_steps == 0
@@ -267,7 +267,7 @@ class DrafterCheckpointIO(CheckpointIO):
         write_states(states, self.trainer.lr_scheduler, folder)
 
     def reads_states(self, folder: Path) -> bool:
-        """Tell whether the drafter is sharded here, or was in the launch that wrote the checkpoint."""
+        """Return whether the drafter is sharded here, or was in the launch that wrote the checkpoint."""
         return self.trainer.is_sharded or is_named(folder)
 
     def load_states(self, folder: Path) -> None:

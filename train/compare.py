@@ -38,7 +38,7 @@ from .drafter_init import check_makes
 from .provenance import PROVENANCE, check_same_run, keep_target, read_provenance, require_result
 from .run import train
 
-_SHARED = ("target", "data", "eval", "template")  # sections in which recipes must say the same, but for a method's own:
+_SHARED = ("target", "data", "eval", "template")  # sections that must be the same in recipes, but for a method's own:
 _METHOD = ("data.on_policy", "data.on_policy_temperature", "data.verified")
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def compare(
     """Train each recipe for `seconds`, then measure all drafters, the baselines and the plain target in turns.
 
     What is finished in `folder` is not done again: responses, trainings, and of an interrupted training what its last
-    checkpoint holds. The report is saved to `<folder>/report`; each drafter in it knows how it was trained.
+    checkpoint holds. The report is saved to `<folder>/report`; it has how each drafter was trained.
 
     Args:
         seconds: of training each, the target's passes for cached features included.
@@ -213,7 +213,7 @@ def differences(one: Recipe, other: Recipe) -> list[str]:
 
 
 def _finished(recipe: Recipe, seconds: float) -> bool:
-    """Tell whether this training is done; one of another recipe, or of another time, is refused."""
+    """Return whether this training is done; one of another recipe, or of another time, is refused."""
     output = recipe.output_folder
     check_same_run(recipe, output)
     if not ((output / PROVENANCE).is_file() and (output / "drafter").is_dir()):

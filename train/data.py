@@ -117,8 +117,8 @@ Near = Callable[[Sequence[int]], Iterator[int]]
 class Order(Sampler[int]):
     """An order of the positions of one epoch, filled up with `EMPTY` to whole global batches of `multiple` rows.
 
-    `multiple` 1 leaves a short last batch as it is, and `seed` None the rows in order. `near` is told each position
-    before it is read.
+    `multiple` 1 leaves a short last batch as it is, and `seed` None the rows in order. `near` gets each position before
+    it is read.
     """
 
     def __init__(self, length: int, multiple: int, seed: int | None, near: Near | None = None):

@@ -1,7 +1,7 @@
 """The private parts of `transformers.Trainer` that a training of drafters needs, each under a public name of ours.
 
 No other file of this room touches a private name of transformers or accelerate. `tests/train/test_hooks.py` has a test
-for each of them; `TRIED` says with which versions they were tried, and `pyproject.toml` allows no others.
+for each of them; `TRIED` has the versions that they were tried with, and `pyproject.toml` allows no others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_STATE = (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, TypeError
 
 @contextmanager
 def refuse_unreadable_states(checkpoint: str | Path | None) -> Iterator[None]:
-    """Refuse a checkpoint whose states are not a training's; lost processes and little memory say nothing of it."""
+    """Refuse a checkpoint whose states are not a training's; errors of lost processes and of memory pass."""
     try:
         yield
     except _NO_STATE as error:
@@ -147,7 +147,7 @@ class HookedTrainer(Trainer, ABC):
                 super()._load_scaler(checkpoint)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Save the best evaluation so far, wherever it falls; one that was cut short has no figures, and is none."""
+        """Save the best evaluation so far, wherever it falls; one that was cut short has no figures."""
         name = str(self.args.metric_for_best_model or "").removeprefix("eval_")
         if f"eval_{name}" not in metrics:
             return False
@@ -198,7 +198,7 @@ def norm_of_last_step(trainer: Trainer) -> float:
 
 
 def _require_steps_of(trainer: Trainer, checkpoint: str | None) -> None:
-    """Raise ValueError if the optimizer has taken other steps than the checkpoint says by its name."""
+    """Raise ValueError if the optimizer has taken other steps than the checkpoint's name has."""
     if checkpoint is None or trainer.optimizer is None or getattr(trainer.accelerator, "scaler", None) is not None:
         return  # float16 skips steps
     taken = [int(state["step"]) for state in trainer.optimizer.state.values() if "step" in state]
@@ -218,7 +218,7 @@ def train_on_one_gpu(args: TrainingArguments) -> None:
 
 
 def asks_for_checkpointing(args: TrainingArguments) -> bool:
-    """Tell whether activations are to be computed again on the way back, under the old name or the new one."""
+    """Return whether activations are to be computed again on the way back, under the old name or the new one."""
     return bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", None))
 
 

@@ -159,7 +159,7 @@ def read_schedule(schedule: LRScheduler, optimizer: torch.optim.Optimizer, folde
 
 
 def is_named(folder: Path) -> bool:
-    """Tell whether the optimizer's state in a checkpoint is by names: from a sharded drafter."""
+    """Return whether the optimizer's state in a checkpoint is by names: from a sharded drafter."""
     file = folder / OPTIMIZER
     return file.is_file() and _has_names(torch.load(file, weights_only=True, mmap=True, map_location="cpu"))
 

@@ -23,12 +23,12 @@ class PeerLostError(OutriderError):
     exit_code = 1
 
 
-# What torch says, in a RuntimeError of no kind of its own, when gloo or NCCL loses the other side.
+# Parts of the messages of torch's RuntimeErrors when gloo or NCCL loses the other side.
 _LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Tell whether an error is what is left of another process that ended."""
+    """Return whether an error comes from the loss of another process."""
     says_so = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
     return says_so or isinstance(error, torch.distributed.DistError)
 
@@ -42,12 +42,12 @@ def kind_of_processes(args: TrainingArguments) -> str:
 
 
 def is_asked_for(engine: str) -> bool:
-    """Tell whether the launcher was asked for `FSDP` or `DEEPSPEED`."""
+    """Return whether the launcher was asked for `FSDP` or `DEEPSPEED`."""
     return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() in ("true", "1")
 
 
 def is_sharded(args: TrainingArguments) -> bool:
-    """Tell whether FSDP2 or ZeRO spreads the drafter, or the states of its optimizer, over the processes."""
+    """Return whether FSDP2 or ZeRO spreads the drafter, or the states of its optimizer, over the processes."""
     return kind_of_processes(args) in ("FSDP", "DEEPSPEED")
 
 
@@ -68,7 +68,7 @@ class Processes:
         return float(self.accelerator.reduce(torch.tensor(value, device=self.args.device), "mean"))
 
     def any(self, flag: bool) -> bool:
-        """Tell whether the flag is set in any process."""
+        """Return whether the flag is set in any process."""
         return self.mean(float(flag)) > 0
 
     def gather(self, value: float) -> list[int]:

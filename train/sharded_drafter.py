@@ -193,7 +193,7 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
 
 def is_zero3(parameter: Tensor) -> bool:
-    """Tell whether ZeRO stage 3 holds only a part of this weight here."""
+    """Return whether ZeRO stage 3 holds only a part of this weight here."""
     return hasattr(parameter, "ds_tensor")
 
 

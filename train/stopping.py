@@ -63,7 +63,7 @@ class Patience(EarlyStoppingCallback):
         self.early_stopping_patience_counter = self._evaluations_since_best(state)
 
     def is_over(self, state: TrainerState) -> bool:
-        """Tell whether a training that reached `state` ended there without a better evaluation."""
+        """Return whether a training that reached `state` ended there without a better evaluation."""
         return self._evaluations_since_best(state) >= self.early_stopping_patience
 
     @staticmethod
@@ -83,7 +83,7 @@ class TauPoint:
 
 
 class TauWatch(TrainerCallback):
-    """A callback that evaluates along the way, keeps the curve, and ends the training when `until` says."""
+    """A callback that evaluates along the way, keeps the curve, and ends the training by `until`."""
 
     def __init__(self, until: Until, tokens: Callable[[], int], evaluates: bool):
         self.until, self.tokens, self.evaluates = until, tokens, evaluates

@@ -140,7 +140,7 @@ class DrafterTrainer(HookedTrainer):
 
     Attributes:
         form: the drafter as this process holds it, whole or sharded.
-        stop: ends the training on request, and says after which step.
+        stop: ends the training on request, and keeps the step.
         budget: None without `seconds`. watch: keeps the curve of evaluations, and applies `until`; None without.
     """
 
@@ -260,7 +260,7 @@ class DrafterTrainer(HookedTrainer):
         return math.ceil(self.args.num_train_epochs * per_epoch)
 
     def is_end(self, checkpoint: Path) -> bool:
-        """Tell whether nothing is left to train after a checkpoint of this training."""
+        """Return whether nothing is left to train after a checkpoint of this training."""
         if self.budget is not None:
             return saved_clock(checkpoint).get("spent", 0.0) >= self.budget.clock.seconds
         if checkpoints.step_of(checkpoint) >= self.planned_steps():
@@ -273,7 +273,7 @@ class DrafterTrainer(HookedTrainer):
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
 
     def look_back(self, checkpoint: Path) -> None:
-        """Take over what a finished training's last checkpoint knows of its evaluations, but that of its last step."""
+        """Restore the evaluations in a finished training's last checkpoint, but that of its last step."""
         state, own = checkpoints.state_of(checkpoint), self.state
         own.global_step = state.global_step
         own.best_metric = state.best_metric
@@ -370,7 +370,7 @@ class DrafterTrainer(HookedTrainer):
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
         # An evaluation can take longer than a scheduler's grace. But the training's course may depend on it, and after
-        # the training `stop` receives no requests. One that only tells what is best is made up for on resuming.
+        # the training `stop` receives no requests. One that only finds the best weights is made up for on resuming.
         decides = self.waits or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
         sums, may_stop = MetricSums(), self.is_in_train and not decides
         for inputs in dataloader:

@@ -1,8 +1,8 @@
 """Triton kernels of a decoding pass: what a layer computes for a few tokens, where no kept library has it in one piece.
 
-Each says what it computes and why it is our own. Sums are made in float32, and a result is rounded once. Lengths,
-places and trees are read on the device, so that no launch depends on them. With `TRITON_INTERPRET=1` in the environment
-before `triton` is imported, all of them run on a CPU, slowly: tests do that.
+Each docstring has what the kernel computes, and why it is our own. Sums are made in float32, and a result is rounded
+once. Lengths, places and trees are read on the device, so that no launch depends on them. With `TRITON_INTERPRET=1` in
+the environment before `triton` is imported, all of them run on a CPU, slowly: tests do that.
 
 Shapes: M tokens of all rows (B·Q), B rows, Q tokens per row, C numbers of an input, N outputs, D head size, P parts.
 """
@@ -91,7 +91,7 @@ def multiply_tokens(
 ):
     """Multiply a few tokens by a matrix that is read once, on tensor cores: what `multiply_vector` does for one.
 
-    The matrix stands on the left, so that sixteen of its rows fill a tensor core however few tokens there are. cuBLAS
+    The matrix is on the left, so that sixteen of its rows fill a tensor core however few tokens there are. cuBLAS
     is tried against it for every shape, and has neither the norm nor the gate; so with it a layer takes three more
     launches.
     """
@@ -257,7 +257,7 @@ def attend_parts(
 
     A row's length, its tokens' slots and its tree are read on the device, so one graph serves all lengths, and no mask
     as long as the text is made. FlashInfer plans every batch on the host, compiles just in time, and takes trees as
-    packed masks of whole lengths; FlexAttention's decoding kernel wants a block mask that is made anew each round;
+    packed masks of whole lengths; FlexAttention's decoding kernel takes a block mask that is made anew each round;
     torch's SDPA has no lengths of rows and reads a mask of `[Q, L]`.
     """
     row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS

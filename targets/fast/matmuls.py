@@ -88,7 +88,7 @@ def candidates(tokens: int) -> list[Matmul]:
 
 
 def _bucket(tokens: int) -> int:
-    """Return the number of tokens that stands for `tokens`: a power of two, and 16 for all from 2 on.
+    """Return the number of tokens that is tried for `tokens`: a power of two, and 16 for all from 2 on.
 
     A tensor core multiplies by sixteen tokens at once, however many there are.
     """
@@ -96,7 +96,7 @@ def _bucket(tokens: int) -> int:
 
 
 class TunedMatmuls:
-    """The fastest implementations on this device, by product and number of tokens, of which few stand for all.
+    """The fastest implementations on this device, by product and number of tokens, of which few are tried.
 
     A trial reads the matrices of all layers in turn, as a pass does: a single one would stay in the GPU's cache.
     """

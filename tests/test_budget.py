@@ -20,15 +20,15 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3300,
-    "targets": 7080,
-    "heads": 8800,
+    "targets": 6840,
+    "heads": 8650,
     "formats": 3950,
     "decode": 4050,
     "recipes": 800,
     "distill": 5500,
     "costs": 1260,
     "eval": 4900,
-    "train": 4800,
+    "train": 4790,
     "pair": 3500,
     "serving": 2460,
     "scripts": 3900,

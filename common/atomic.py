@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -120,27 +120,15 @@ def _finish(ready: Path, folder: Path) -> None:
     old = working_name(folder, "tmp")
     sync(folder.parent)
     if folder.exists():
-        try:
-            folder.rename(old)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            shutil.rmtree(folder)  # of a lower layer; from here on `ready` is the one whole folder
+        folder.rename(old)
     ready.rename(folder)
     sync(folder.parent)
     clear_away(old)
 
 
 def move(folder: Path, free_place: Path) -> None:
-    """Give `folder` a name beside it that nothing has; a folder that cannot be renamed is copied there."""
-    try:
-        folder.rename(free_place)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        with replacing_folder(free_place) as copy:
-            shutil.copytree(folder, copy, symlinks=True, dirs_exist_ok=True)
-        shutil.rmtree(folder)
+    """Give `folder` a name beside it that nothing has."""
+    folder.rename(free_place)
     sync(free_place.parent)
 
 
@@ -210,11 +198,6 @@ class Leftover:
             return None
         return cls(path, path.with_name(match["name"]), int(match["process"]), match["machine"], match["kind"])
 
-    def destination(self) -> Path:
-        """Return the place that it was meant for in the end, if it was built for what is itself a leftover."""
-        outer = Leftover.at(self.place)
-        return self.place if outer is None else outer.destination()
-
     def changed(self) -> float:
         """Return the time of the last change; 0 if it is gone."""
         try:
@@ -241,19 +224,17 @@ class Leftover:
 
 
 def recover(folder: Path) -> None:
-    """Finish or remove the leftovers of dead processes beside `folder` and in it. Call it with the folder's lock."""
-    _settle(leftover for leftover in _leftovers_in(folder.parent) if leftover.destination() == folder)
-    _settle(leftovers_within(folder))
-
-
-def _settle(leftovers: Iterable[Leftover]) -> None:
-    """Put finished folders in their places, the newest last, and remove all else that no process works on."""
-    dead = [leftover for leftover in leftovers if not leftover.in_work()]
-    for leftover in sorted(dead, key=Leftover.changed):
-        if leftover.kind == "ready" and leftover.place == leftover.destination():
-            _finish(leftover.path, leftover.place)
-        else:
-            leftover.remove()
+    """Put what dead processes finished for `folder` or in it in its place, the newest last, and remove their other
+    leftovers. Call it with the folder's lock.
+    """
+    beside = [leftover for leftover in _leftovers_in(folder.parent) if leftover.place == folder]
+    for leftovers in (beside, list(leftovers_within(folder))):
+        dead = [leftover for leftover in leftovers if not leftover.in_work()]
+        for leftover in sorted(dead, key=Leftover.changed):
+            if leftover.kind == "ready":
+                _finish(leftover.path, leftover.place)
+            else:
+                leftover.remove()
 
 
 def leftovers_within(folder: Path, depth: int = _DEPTH) -> Iterator[Leftover]:
@@ -339,7 +320,8 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
 
 def failure(error: Exception, place: Path) -> CannotWriteError | None:
     """Return the error to raise for an `error` while `place` was written; None if the place is not the reason."""
-    number, gone = _error_number(error, place), None
+    number = _error_number(error, place)
+    gone = None
     if number in (errno.ENOENT, errno.ENOTDIR) or "does not exist" in str(error):
         gone = next((p for p in reversed(place.absolute().parents) if not p.exists()), None)
     if is_disk_full(error) or _was_filled(error, place.parent):

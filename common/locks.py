@@ -14,22 +14,18 @@ import platform
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from .atomic import clear_away, recover
+from .atomic import recover
 from .errors import BadInputError
 from .values import printable_command
 
 _COMMAND_LENGTH = 200
-_WITHIN = (".*.lock", "*/.*.lock", "*/*/.*.lock")  # the folders in a folder that have locks of their own
-_SIGNING_TRIES, _SIGNING_PAUSE = 20, 0.1  # how often, after how many seconds, a holder's name is looked for
-_SCRATCH_LOCK = ".scratch.lock"
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 _log = logging.getLogger(__name__)
@@ -56,7 +52,6 @@ def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     _held.add(key)
     try:
         recover(resolved)
-        _clear_locks(resolved)
         yield
     finally:
         _held.remove(key)
@@ -89,23 +84,9 @@ def claiming(file: Path, wait: float = 0.0) -> Iterator[bool | None]:
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Yield an empty folder in the system's place for temporary files, which goes afterwards.
-
-    What killed processes left there for the same purpose goes first: each holds a lock in its own.
-    """
-    prefix = f"outrider-{purpose}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_SCRATCH_LOCK}"):
-        with suppress(OSError), claiming(left) as abandoned:  # another user's stays
-            if abandoned:
-                clear_away(left.parent)
-    with ExitStack() as held:
-        folder = Path(tempfile.mkdtemp(prefix=prefix))
-        while held.enter_context(claiming(folder / _SCRATCH_LOCK)) is False:  # it was just taken for a dead one's
-            folder = Path(tempfile.mkdtemp(prefix=prefix))
-        try:
-            yield folder
-        finally:
-            clear_away(folder)
+    """Yield an empty folder in the system's place for temporary files, which goes afterwards."""
+    with tempfile.TemporaryDirectory(prefix=f"outrider-{purpose}-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def lock_file(folder: Path) -> Path:
@@ -143,15 +124,6 @@ def _release(lock: BaseFileLock) -> None:
     lock.release()
 
 
-def _clear_locks(folder: Path) -> None:
-    """Remove the lock files below `folder` of processes that died; those that are held stay."""
-    for file in (f for pattern in _WITHIN for f in folder.glob(pattern) if _owner(f)):
-        lock = FileLock(file, thread_local=False)
-        with suppress(OSError):  # Timeout is one: it is held
-            lock.acquire(timeout=0)
-            _release(lock)
-
-
 def _sign(descriptor: int) -> None:
     """Write into the lock file who holds it."""
     owner = {
@@ -164,20 +136,10 @@ def _sign(descriptor: int) -> None:
     os.write(descriptor, json.dumps(owner).encode())
 
 
-def _owner(file: Path) -> dict[str, object] | None:
-    """Return the owner that `_sign` wrote into a lock file; None for a file that is not, or not yet, ours."""
-    try:
-        owner = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return owner if isinstance(owner, dict) and owner.keys() == {"process", "command", "machine", "since"} else None
-
-
 def _holder(file: Path) -> str:
-    """Return the lock's holder, as far as the file says. A new holder signs a moment later, which is waited for."""
-    for _ in range(_SIGNING_TRIES):
-        if owner := _owner(file):
-            said = "process {process} ({command}) on {machine}, since {since}".format(**owner)
-            return "".join(letter if letter.isprintable() else "?" for letter in said)
-        time.sleep(_SIGNING_PAUSE)
-    return "another process"
+    """Return the lock's holder, as far as the file says: another program, or a moment too early, says nothing."""
+    try:
+        said = "process {process} ({command}) on {machine}, since {since}".format(**json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, TypeError, LookupError):
+        return "another process"
+    return "".join(letter if letter.isprintable() else "?" for letter in said)

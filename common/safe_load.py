@@ -107,15 +107,8 @@ def require_regular(file: Path) -> None:
 
 def kind_of(mode: int) -> str:
     """Return the kind of a file of this mode, in words."""
-    names = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFLNK: "a link",
-        stat.S_IFIFO: "a pipe",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
-    return names.get(stat.S_IFMT(mode), "something else")
+    names = {"d": "a folder", "l": "a link", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a device"}
+    return names.get(stat.filemode(mode)[0], "something else")
 
 
 def read_text(file: Path, limit: int = JSON.num_bytes) -> str:

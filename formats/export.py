@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..common import IncompatibleError
@@ -46,9 +46,16 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
         IncompatibleError: the drafter uses what the engine lacks (with the nearest setting that it serves), or the
             files, read back, give other logits than the drafter.
     """
-    layout = require_served(to, drafter.name, drafter.config, target.num_layers)
     final = Path(folder).expanduser()
     require_new(final)
+    with replacing_folder(final) as partial:
+        written = write_drafter(drafter, target, to, partial, depth)
+    return replace(written, folder=final)
+
+
+def write_drafter(drafter: Drafter, target: Target, to: str, folder: Path, depth: int) -> Exported:
+    """Write `drafter` for `to` into an empty folder, which is not visible yet; raises as `export_drafter` does."""
+    layout = require_served(to, drafter.name, drafter.config, target.num_layers)
     limit = getattr(drafter.config, "max_position_embeddings", 0)
     if limit and target.max_context is not None and limit < target.max_context:
         _log.warning(
@@ -67,12 +74,11 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
     if getattr(drafter.config, "temperatures", ()):
         _log.warning("%s has no place for the temperatures of confidences: an engine's are not calibrated.", to)
     passage = passage_of(target, drafter.max_depth)
-    with replacing_folder(final) as partial:
-        layout.save(drafter, target, partial, depth)
-        written = layout.load(partial)
-        write_record(partial, written, layout.name)
-        for found in faults_of_writing(written, layout):
-            raise IncompatibleError(f"{drafter.name} for {to}: {found} Nothing was written; please report it.")
-        theirs = layout.logits(written, target, passage)
-        apart = require_same(session_logits(drafter, target, passage), theirs, f"{drafter.name} for {to}")
-    return Exported(final, layout.name, apart)
+    layout.save(drafter, target, folder, depth)
+    written = layout.load(folder)
+    write_record(folder, written, layout.name)
+    for found in faults_of_writing(written, layout):
+        raise IncompatibleError(f"{drafter.name} for {to}: {found} Nothing was written; please report it.")
+    theirs = layout.logits(written, target, passage)
+    apart = require_same(session_logits(drafter, target, passage), theirs, f"{drafter.name} for {to}")
+    return Exported(folder, layout.name, apart)

@@ -29,7 +29,7 @@ from ..decode import Plan
 from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
 from ..eval.reports.tables import markdown_text
-from ..formats import EngineLaunch, Exported, export_drafter, launch, layout_of, oldest_version
+from ..formats import EngineLaunch, Exported, launch, layout_of, oldest_version, write_drafter
 from ..formats.early_exit import save_target
 from ..formats.engines import lora_words
 from ..heads.registry import restore_drafter
@@ -99,7 +99,7 @@ def _exported(pair: Pair, to: str, folder: Path, depth: int | None, target: Targ
     if adapter is not None:
         started = replace(started, command=f"{started.command} {shlex.join(lora_words(adapter))}", adapter=adapter)
     with replacing_folder(folder) as building:
-        exported = export_drafter(drafter, target, to, building, depth)
+        exported = write_drafter(drafter, target, to, building, depth)
         if lora:
             shutil.copytree(str(pair.adapter), building / ADAPTER)
         elif target.source.get("adapter") is not None:

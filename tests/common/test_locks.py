@@ -16,7 +16,7 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.common.atomic import Leftover, working_name
-from outrider.common.locks import lock_file, locked, scratch_folder
+from outrider.common.locks import lock_file, locked
 
 HOLD = """
 import sys, time
@@ -69,17 +69,6 @@ def test_the_name_holds_no_secret_of_the_command(tmp_path, monkeypatch):
         signed = lock_file(tmp_path / "out").read_text()
     assert "outrider watch https://host.example/v1 --key" in signed
     assert "s3cret" not in signed
-
-
-def test_who_has_just_taken_the_lock_and_not_signed_yet_is_waited_for_and_named(holder, tmp_path):
-    """Of many that begin at once, the refused ones read the name in the moment in which it is being written."""
-    file = lock_file(tmp_path / "out")
-    signed = file.read_text()
-    os.truncate(file, 0)
-    signing = threading.Timer(0.3, file.write_text, [signed])
-    signing.start()
-    assert f"is being written by process {holder.pid} (-c " in refusal(tmp_path / "out")
-    signing.join()
 
 
 def test_a_killed_process_holds_nothing(holder, tmp_path):
@@ -163,15 +152,6 @@ def test_the_lock_of_a_mount_point_lies_inside(tmp_path):
     assert lock_file(tmp_path) == tmp_path.with_name(f".{tmp_path.name}.lock")
 
 
-def test_locks_that_dead_processes_left_inside_go_and_held_ones_stay(holder, tmp_path):
-    (tmp_path / ".other.lock").write_text("another program's")
-    left = tmp_path / ".dead.lock"
-    left.write_text((tmp_path / ".out.lock").read_text())
-    with locked(tmp_path):
-        assert names(tmp_path) == [".other.lock", ".out.lock"]
-    assert "is being written" in refusal(tmp_path / "out")
-
-
 def left(place: Path, kind: str, process: int) -> Path:
     name = working_name(place, kind).name.replace(f"-{os.getpid()}-", f"-{process}-", 1)
     return place.with_name(name)
@@ -190,8 +170,6 @@ def test_what_dead_processes_left_is_removed(tmp_path):
     for file in (out / "recipe.yaml", out / "features" / "key" / "states", out):
         left(file, "tmp", dead).touch()
     left(out, "tmp", dead).mkdir()
-    for kind in ("tmp", "ready"):  # built for what was itself being built
-        left(left(out, "tmp", dead), kind, dead).mkdir()
     take(out)
     left_over = sorted(f.relative_to(tmp_path).as_posix() for f in tmp_path.rglob("*"))
     assert left_over == sorted(
@@ -216,23 +194,3 @@ def test_what_living_processes_write_stays(tmp_path):
 def test_other_hidden_files_are_nobodys_leftovers():
     for name in (".out.lock", ".git", ".x.tmp", "x.12.tmp", ".x.12.part", ".x.123.old", ".x.123-1a2b3c4d-0.tmp"):
         assert Leftover.at(Path(name)) is None, name
-
-
-KILLED = """
-import os, sys
-from outrider.common.locks import scratch_folder
-with scratch_folder("test") as folder:
-    (folder / "file").write_text("half")
-    os.kill(os.getpid(), 9)
-"""
-
-
-def test_what_a_killed_process_left_among_temporary_files_goes_and_a_living_ones_stays(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    with scratch_folder("test") as living:
-        assert subprocess.run([sys.executable, "-c", KILLED]).returncode == -signal.SIGKILL
-        assert len(list(tmp_path.iterdir())) == 2
-        with scratch_folder("test") as next_one:
-            assert {*tmp_path.iterdir()} == {living, next_one}
-    assert not list(tmp_path.iterdir())

@@ -55,11 +55,15 @@ class NativeMtp(ExportLayout[Mtp, MtpConfig]):
         if config.depth > 1:
             why = "engines run the first module again and again"
             lacks.append(Unsupported(f"depth: {config.depth}", why, "recursive: true, without depth"))
-        normed = config.layer.get("model_type") not in _HANDS_ON_RAW
-        if "model_type" in config.layer and config.norm_output != normed:
-            why = f"engines feed {'the normed output' if normed else 'the output without its norm'} back in this family"
-            setting = f"norm_output: {str(config.norm_output).lower()}"
-            lacks.append(Unsupported(setting, why, f"norm_output: {str(normed).lower()}"))
+        family = config.layer.get("model_type")
+        if family is None:  # a recipe's, before its target is known
+            return lacks
+        if family in _HANDS_ON_RAW and config.norm_output:
+            why = "engines feed the output without its norm back in this family"
+            lacks.append(Unsupported("norm_output: true", why, "norm_output: false"))
+        if family not in _HANDS_ON_RAW and not config.norm_output:
+            why = "engines feed the normed output back in this family"
+            lacks.append(Unsupported("norm_output: false", why, "norm_output: true"))
         return lacks
 
     def save(self, drafter: Mtp, target: Target, folder: Path, depth: int) -> None:

@@ -295,7 +295,7 @@ class DraftModelSession(ChainSession):
         if self.fused is None or (self.cache.window is None and not self.cache.longest):  # the library reads prompts
             return self.runner.forward(tokens, self.cache, logits=False, offset=offset, nodes=nodes).last
         positions = self.cache.place(tokens.shape[1], offset, nodes)
-        return self.fused.read(tokens, self.cache, positions, nodes is not None)
+        return self.fused.run(tokens, self.cache, positions, nodes is not None)
 
     def carried(self) -> list[Tensor]:
         return [self.unread]
@@ -360,7 +360,7 @@ class LlamaRunner(CachedLayers):
         super().__init__(list(body.layers), config, body.rotary_emb, max_length, layer_windows(model))
         self.model = model
 
-    def read(self, tokens: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool = True) -> Tensor:
+    def run(self, tokens: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool = True) -> Tensor:
         """Return the last hidden states `[B, Q, H]`, normed, of tokens placed at `positions` `[B, Q]` of the cache."""
         hidden = nn.functional.embedding(tokens, self.model.model.embed_tokens.weight)
         output = self.forward(self.layers[0].enter(hidden), hidden, cache, positions, in_tree)

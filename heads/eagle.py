@@ -6,7 +6,7 @@ step i−1, the token is the ground truth shifted by i, and attention covers the
 per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv
 2401.15077), with more of them HASS (arXiv 2408.15766). EAGLE-2's dynamic trees (arXiv 2406.16858) are the decoder's.
 
-A head describes its network once (`fuse`, `read`, `enter`, `finish`, `embed_output`). A training step is
+A head describes its network once (`fuse`, `prepare`, `enter`, `finish`, `embed_output`). A training step is
 `FeatureDrafter.unroll`, a draft step `FeatureSession._step`: the same calls, over other layers (decoder_layer.py).
 
 Shapes: B rows, T positions, T' of them in later steps, Q new entries, P supervised positions, K taps, H hidden size,
@@ -120,15 +120,15 @@ class FeatureDrafter(LayerDrafter):
         """Return the features `[B, T, H]` that training reads in place of true ones: by default themselves."""
         return hidden
 
-    def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
+    def prepare(self, embedded: Tensor, first: FusedLayer) -> Tensor:
         """Return the part of `enter` that depends on embeddings `[B, T, H]` alone: training makes it for all steps."""
         raise NotImplementedError
 
-    def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
+    def enter(self, prepared: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
         """Return the first layer's projections of a step's inputs, and its residual.
 
         Args:
-            read: as `read` returned it, `[B, T, ·]`.
+            prepared: the embeddings of a step's tokens, by `prepare`, `[B, T, ·]`.
             hidden: the step's hidden input, `[B, T, H]`.
         """
         raise NotImplementedError
@@ -219,13 +219,13 @@ class FeatureDrafter(LayerDrafter):
         layers = UnrolledLayers(self.own_layers, self.config, self.input_projection, places, window)
         first = layers.layers[0]
         state = self.disturb(self.fuse(hidden, first))
-        read = self.read(target.embed(tokens).to(state.dtype), first)
+        prepared = self.prepare(target.embed(tokens).to(state.dtype), first)
         rotary = angles(self.rotary, state, places.positions)
-        outputs = [layers.forward(*self.enter(read.roll(-1, 1), state, first), rotary)]  # [B, T', H]
+        outputs = [layers.forward(*self.enter(prepared.roll(-1, 1), state, first), rotary)]  # [B, T', H]
         for i in range(1, self.config.steps):
             rotary = angles(self.rotary, outputs[-1], places.positions_of(i))
             state = self.finish(outputs[-1]) if self.config.feeds_finished else outputs[-1]
-            entered = self.enter(places.cut(read, 1 + i), state, first)
+            entered = self.enter(places.cut(prepared, 1 + i), state, first)
             outputs.append(layers.forward(*entered, rotary))
         return outputs
 
@@ -291,7 +291,7 @@ class FeatureSession(DeferredPrefillSession):
         """Return the last layer's output `[B, Q, H]` for `tokens` `[B, Q]`, `offset` after the committed entries."""
         positions = self.cache.place(tokens.shape[1], offset, nodes)
         first, embedded = self.layers.layers[0], self.target.embed(tokens).to(hidden.dtype)
-        entered = self.head.enter(self.head.read(embedded, first), hidden, first)
+        entered = self.head.enter(self.head.prepare(embedded, first), hidden, first)
         return self.layers.forward(*entered, self.cache, positions, nodes is not None)
 
     def reset(self) -> None:
@@ -395,11 +395,11 @@ class Eagle1(FeatureDrafter):
         noise = (2 * torch.rand_like(hidden) - 1) * self.config.noise
         return hidden + noise * _scale(hidden).to(hidden.dtype)
 
-    def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
+    def prepare(self, embedded: Tensor, first: FusedLayer) -> Tensor:
         return embedded
 
-    def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
-        hidden = first.project(torch.cat([read, hidden], -1))
+    def enter(self, prepared: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
+        hidden = first.project(torch.cat([prepared, hidden], -1))
         return first.enter(hidden), hidden
 
     def embed_output(self, finished: Tensor, target: Target) -> Tensor:
@@ -514,12 +514,12 @@ class Eagle3(FeatureDrafter):
         project = self.input_projection.product() if first is None else first.project
         return project(hidden.to(self.fc.weight.dtype).flatten(2))
 
-    def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
+    def prepare(self, embedded: Tensor, first: FusedLayer) -> Tensor:
         return first.keep(normed(embedded, first.layer.input_layernorm))
 
-    def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
+    def enter(self, prepared: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
         own = normed(hidden, first.layer.hidden_norm)
-        return first.join(read, own), own if self.config.norm_before_residual else hidden
+        return first.join(prepared, own), own if self.config.norm_before_residual else hidden
 
     def finish(self, output: Tensor) -> Tensor:
         return normed(output, self.norm)

@@ -153,7 +153,7 @@ class LowRank(Drafter[LowRankConfig]):
         return self.config.alpha / self.config.rank
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return the base's loss with the changed matrices in its own ones' place."""
+        """Return the loss of the base, run with the LoRA-updated matrices."""
         own = dict(self.base.named_parameters())
         changed = {
             name: own[name] + self.scale * (up @ down)

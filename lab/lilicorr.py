@@ -196,7 +196,7 @@ class LatticeLearning(FollowingLearning):
 
     drafter: LiLiCorr
 
-    def beside(self) -> Tensor:
+    def codes(self) -> Tensor:
         """Return the anchors of the blocks, beside each draft's state `[A, k, H]`."""
         assert self.batch.hidden is not None
         before = self.targets.places[:, :1] - 2  # the drafts' first place is the one after the root's

@@ -304,7 +304,11 @@ class DrafterTrainer(HookedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, DrafterLoss]:
-        """Return this micro-batch's share of the global batch's mean loss, `[]`."""
+        """Return this micro-batch's share of the global batch's mean loss, `[]`.
+
+        It is divided by the labels of the global batch here. The library would divide by the number of micro-batches
+        once more, were it not for `count_labels`, after which it takes the loss as it is.
+        """
         batch = self.data.batches.of(inputs)
         batch.seed = self.args.seed * 1_000_003 + self.state.global_step
         if self.data.verified:

@@ -166,7 +166,7 @@ class CachedBlocks(CachedLayers):
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self.given.tensors()]
 
-    def read(self, context: Tensor, cache: RaggedCache) -> None:
+    def write_context(self, context: Tensor, cache: RaggedCache) -> None:
         """Write entries of `context` `[B, Q, H]` into the cache, where it was not committed yet."""
         positions = cache.place(context.shape[1])
         rotary = self.cos[positions][:, None], self.sin[positions][:, None]

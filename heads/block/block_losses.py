@@ -291,11 +291,13 @@ class BlockLearning:
         config = self.drafter.config
         with torch.no_grad(), own_precision(hidden.device):
             reference = self._reference(part)
-        logits, rule, weights = self.logits(hidden), divergence(config.loss), fixed
-        loss, alpha, top1 = compare(reference, logits, rule)
+        logits = self.logits(hidden)
+        measure = divergence(config.loss)
+        weights = fixed
+        loss, alpha, top1 = compare(reference, logits, measure)
         if (selected := self.selected(hidden, logits, reference)) is not None:
             logits, reference = selected
-            chosen, alpha, top1 = compare(reference, logits, rule)
+            chosen, alpha, top1 = compare(reference, logits, measure)
             loss = loss + chosen
         if config.weighting != "decay":
             assert reference.following is not None
@@ -349,16 +351,16 @@ class FollowingLearning(BlockLearning):
     drafter: Any
 
     def states(self, states: Tensor) -> Tensor:
-        # What they depend on stands beside the states: so its gradients are rows, not whole matrices for every part.
-        return torch.cat([states, self.beside().to(states.dtype)], -1)
+        # Codes are appended to the states: so their gradients are rows, not whole matrices for every part.
+        return torch.cat([states, self.codes().to(states.dtype)], -1)
 
-    def beside(self) -> Tensor:
-        """Return what stands beside each draft's state, `[A, k, r]`: `drafter.code` of the token before it."""
+    def codes(self) -> Tensor:
+        """Return the code of the token before each draft, `[A, k, r]`."""
         codes: Tensor = self.drafter.code(self.targets.before_tokens(self.batch.tokens))
         return codes
 
     def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states `[..., H]` and what stands beside them, `[..., r]`."""
+        """Return states `[..., H]` and codes `[..., r]`."""
         size = self.drafter.config.hidden_size
         return states[..., :size], states[..., size:]
 

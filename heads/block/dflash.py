@@ -131,7 +131,7 @@ class BlockSession(OnePassSession):
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         hidden = required(hidden, f"{self.drafter.name}: update needs the target's hidden states.")
-        self.layers.read(self.drafter.fuse(hidden), self.cache)
+        self.layers.write_context(self.drafter.fuse(hidden), self.cache)
         self.cache.advance(counts)
         self.drafts.logits = None
 

@@ -41,7 +41,7 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
         nn.init.zeros_(self.markov_w2.weight)
 
-    def read(self, code: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def advance(self, code: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of W2 for the next draft, `[..., r]`, and the memory after it, `[..., r]`.
 
         Args:
@@ -61,7 +61,7 @@ class MarkovHead(nn.Module):
         """Return the readings of whole blocks, `[A, k, r]`, of codes `[A, k, r]` and states `[A, k, H]`."""
         memory, readings = torch.zeros_like(codes[:, 0]), []
         for code, state in zip(codes.unbind(1), hidden.unbind(1), strict=True):
-            reading, memory = self.read(code, state, memory)
+            reading, memory = self.advance(code, state, memory)
             readings.append(reading)
         return torch.stack(readings, 1)
 
@@ -160,7 +160,7 @@ class MarkovSession(FollowingSession):
         if head is None:
             return plain
         memory = self.memory[:, -1:] if parents is None else take_positions(self.memory, parents + 2)
-        reading, after = head.read(code, hidden, memory)
+        reading, after = head.advance(code, hidden, memory)
         self.memory = torch.cat([self.memory, after], 1)
         return plain + head.markov_w2(reading)
 

@@ -380,7 +380,7 @@ class ParallelSession(OnePassSession, DeferredPrefillSession):
         self.drafts = OnePassDrafts(depth, drafter.name)
 
     @abstractmethod
-    def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
+    def run_pass(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
         """Read what is unread, the root and `masks` masks after it.
 
         Returns the last layer's output `[B, Q + masks, H]`, and how many of the Q entries before the masks are each
@@ -389,7 +389,7 @@ class ParallelSession(OnePassSession, DeferredPrefillSession):
 
     def prefill(self, root: Tensor) -> Tensor:
         unread, masks = self.waiting(), self.drafts.deepest - 1
-        output, counts = self.read(unread, root, masks)
+        output, counts = self.run_pass(unread, root, masks)
         self.cache.advance(unread.counts)
         self.unread = None
         last = (counts.tensor - 1)[:, None, None].expand(-1, 1, output.shape[2])

@@ -156,9 +156,9 @@ class PardSession(ParallelSession):
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.note(tokens, tokens, counts)
 
-    def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
+    def run_pass(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
         tokens = nn.functional.pad(unread.tokens, (0, 1)).scatter(1, unread.counts.tensor[:, None], root[:, None])
         counts = RowLengths(unread.counts.tensor + 1)  # the root is committed with the tokens that follow it
         positions = place_texts(self.cache, counts, tokens.shape[1], masks)
         tokens = nn.functional.pad(tokens.clamp(max=self.highest), (0, masks), value=self.mask)
-        return self.layers.read(tokens, self.cache, positions), counts
+        return self.layers.run(tokens, self.cache, positions), counts

@@ -102,7 +102,7 @@ class PEagle(Eagle3):
         embedded = batch.target.embed(batch.tokens.roll(-1, 1)).to(masked.dtype)
         embedded = torch.cat([embedded, mask.expand(shape)], 1)
         hidden = torch.cat([self.disturb(self.fuse(batch.hidden)), masked.expand(shape)], 1)
-        return layers.forward(*self.enter(self.read(embedded, first), hidden, first))
+        return layers.forward(*self.enter(self.prepare(embedded, first), hidden, first))
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
@@ -125,7 +125,7 @@ class PEagleSession(ParallelSession):
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.note(tokens, required(hidden, "peagle: update needs the target's hidden states."), counts)
 
-    def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
+    def run_pass(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
         first, shape = self.layers.layers[0], (len(root), masks, -1)
         following = unread.tokens.roll(-1, 1).scatter(1, (unread.counts.tensor - 1)[:, None], root[:, None])  # [B, Q]
         mask, masked = self.drafter.masks(self.target, first)
@@ -133,5 +133,5 @@ class PEagleSession(ParallelSession):
         embedded = torch.cat([embedded, mask.expand(shape)], 1)  # [B, Q + k − 1, H]
         hidden = torch.cat([self.drafter.fuse(unread.hidden, first), masked.expand(shape)], 1)
         positions = place_texts(self.cache, unread.counts, following.shape[1], masks)
-        entered = self.drafter.enter(self.drafter.read(embedded, first), hidden, first)
+        entered = self.drafter.enter(self.drafter.prepare(embedded, first), hidden, first)
         return self.layers.forward(*entered, self.cache, positions, True), unread.counts

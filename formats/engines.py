@@ -62,32 +62,15 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
     "eagle": {"eagle1": EagleLayout("eagle")},
     "gguf": {"draft_model": Gguf()},
 }
-_plugged: list[ExportLayout] = []
 for _layouts in plugins("layouts").values():
     for _to, _by_drafter in _layouts.items():
         LAYOUTS.setdefault(_to, {}).update(_by_drafter)
-        _plugged += _by_drafter.values()
 _OTHER_NAMES = {"llama.cpp": "gguf"}  # the engine's, and that of its format
 
-
 # Every layout once, in the order in which they are tried on a config.json: whatever is nothing else is a draft model.
-KNOWN: tuple[ExportLayout, ...] = (
-    Speculators(),
-    SpeculatorsPEagle(),
-    SpeculatorsBlocks(DFLASH),
-    SpeculatorsBlocks(DFLASH2),
-    SpeculatorsBlocks(DSPARK),
-    ZLab(DFLASH),
-    ZLab(DFLASH2),
-    DeepSpec(),
-    Sglang(),
-    MedusaRepository(),
-    MedusaVllm(),
-    EagleLayout("eagle"),
-    NativeMtp(),
-    *_plugged,
-    Plain(),
-)
+_TRIED_LAST = ["", NativeMtp.name, Plain.name]
+_by_name = {(one.name, one.drafter): one for layouts in LAYOUTS.values() for one in layouts.values()}
+KNOWN = tuple(sorted(_by_name.values(), key=lambda one: _TRIED_LAST.index(one.name) if one.name in _TRIED_LAST else 0))
 
 
 @dataclass(frozen=True)

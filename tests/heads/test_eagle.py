@@ -11,22 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.heads import Eagle1, Eagle3, Eagle3Config, decoder_layer, load_drafter
-from outrider.heads.decoder_layer import FusedLayer
+from outrider.heads import Eagle1, Eagle3, Eagle3Config, load_drafter
 from outrider.heads.divergences import DIVERGENCES
 from outrider.heads.eagle import FeatureDrafter
-from outrider.heads.unrolled_attention import WholeRows, attend
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions
 from ..decode.conftest import random_model, random_prompts
 from .conftest import (
     VOCAB,
-    assert_later_steps_are_those_of_whole_rows,
     assert_reads_up_to,
     assert_rounds_have,
     batch,
@@ -141,17 +137,6 @@ def test_step_i_reads_tokens_up_to_t_plus_1_plus_i_and_features_up_to_t(target, 
     assert_reads_up_to(lambda x, h: drafter.unroll(target, x, h)[step], tokens, hidden, step + 1, whole=True)
 
 
-@both_precisions
-def test_what_is_not_learned_is_only_attended_to(target, drafter):
-    tokens = sequences()
-    hidden = features(target, drafter, tokens)
-
-    def unroll(begins: Tensor) -> list[Tensor]:
-        return drafter.unroll(target, tokens, hidden, WholeRows(begins.tolist(), LENGTH, tokens.device))
-
-    assert_later_steps_are_those_of_whole_rows(unroll, LENGTH)
-
-
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("name", BOTH)
 def test_chains_and_trees_write_the_targets_text_in_rounds_of_fixed_shapes_too(target, name, layers):
@@ -172,40 +157,6 @@ def test_memory_is_what_is_allocated(target, drafter):
     session = drafter.open(target, 3, 50, 2)
     assert told == session.cache.num_bytes() + sum(t.untyped_storage().nbytes() for t in session.layers.tensors())
     assert drafter.state_bytes(target, 3, 50, 2) == session.cache.num_bytes()
-
-
-@both_precisions
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
-    """Written as loops: step 0 is causal; step i sees step 0's keys up to t and one key at t of each later step."""
-    drafter = eagle3(target, num_key_value_heads=kv_heads)
-    attention, layer = drafter.layers[0].self_attn, FusedLayer(drafter.layers[0], drafter.config)
-    length, own, naive_keys, naive_values = 6, [], [], []
-    for step in range(3):
-        x = torch.randn(2, length, 64, generator=torch.Generator().manual_seed(step))
-        angles = torch.randn(1, length, 4, generator=torch.Generator().manual_seed(10 + step)).repeat(1, 1, 2)
-        rotary = (angles.cos(), angles.sin())
-        parts = [part(x) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        q, k, v = (part.view(2, length, -1, 8).transpose(1, 2) for part in parts)
-        q, k = apply_rotary_pos_emb(q, k, *rotary)
-        query, *pair = layer.split(
-            torch.cat(parts, -1), decoder_layer.angles(lambda *_, rotary=rotary: rotary, x, None)
-        )
-        entry = tuple(repeat_kv(part, 4 // kv_heads) for part in pair)
-        if step:
-            own.append(entry)
-        else:
-            first = entry
-        result = attention.o_proj(attend(query, first, [0, 0], own).transpose(1, 2).flatten(2))
-        naive_keys.append(k.repeat_interleave(4 // kv_heads, 1))
-        naive_values.append(v.repeat_interleave(4 // kv_heads, 1))
-        mixed = torch.zeros_like(q)
-        for t in range(length):
-            keys = torch.cat([naive_keys[0][:, :, : t + 1], *(k[:, :, t : t + 1] for k in naive_keys[1:])], 2)
-            values = torch.cat([naive_values[0][:, :, : t + 1], *(v[:, :, t : t + 1] for v in naive_values[1:])], 2)
-            weights = ((q[:, :, t : t + 1] @ keys.transpose(-1, -2)) * 8**-0.5).softmax(-1)
-            mixed[:, :, t : t + 1] = weights @ values
-        assert_same(result, attention.o_proj(mixed.transpose(1, 2).flatten(2)))
 
 
 def llama(drafter: FeatureDrafter, prefixes: list[str]) -> LlamaModel:
@@ -236,17 +187,6 @@ def test_of_normed_layers_step_0_is_transformers_own_causal_model(target, layers
     with torch.no_grad():
         expected = model(inputs_embeds=joined).last_hidden_state
     assert_same(normed(drafter.unroll(target, tokens, hidden)[0]), expected)
-
-
-@both_precisions
-def test_of_eagle_3s_layers_only_the_first_reads_embeddings(target):
-    """Step 0 of two layers = transformers' own layer after a head of the first alone."""
-    both, alone, tokens = eagle3(target, num_layers=2), eagle3(target), sequences()
-    alone.load_state_dict({n: weight for n, weight in both.state_dict().items() if not n.startswith("layers.1.")})
-    hidden = features(target, both, tokens)
-    with torch.no_grad():
-        expected = llama(both, ["layers.1."])(inputs_embeds=alone.unroll(target, tokens, hidden)[0]).last_hidden_state
-    assert_same(normed(both.unroll(target, tokens, hidden)[0]), expected)
 
 
 def test_gradients_reach_every_weight_and_not_the_target(target, drafter):

@@ -27,12 +27,14 @@ from ..targets.model_folder import refuse_pickles
 from ..targets.weights import WEIGHT_TYPES, WEIGHTS, other_shapes, stored_tensors
 from .engine_logits import ProbeSequence
 
+Fields = dict[str, Any]  # of a config.json
+
 
 @dataclass(frozen=True)
 class DrafterFiles:
     """A drafter in an engine's layout."""
 
-    config: dict[str, Any]  # the contents of config.json
+    config: Fields  # the contents of config.json
     tensors: dict[str, Tensor]  # by their names in the layout
     folder: Path = Path()  # where it was read from, for messages
 
@@ -183,7 +185,7 @@ class ExportLayout(ABC, Generic[D, C]):
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         """Return the draft logits at each depth of the passage, `[k, V]`, as the engine computes them."""
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         """Tell whether this config.json, and tensors of these `names`, are of this layout.
 
         A layout that other files tell of is recognised in `import_`.
@@ -199,14 +201,14 @@ class ExportLayout(ABC, Generic[D, C]):
             IncompatibleError: it was made for another target, or uses what our drafter does not have.
         """
 
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Fields) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors that a checkpoint with this config.json must hold; {} if it tells none.
 
         Raises BadInputError or IncompatibleError if config.json describes no drafter of this kind.
         """
         return {}
 
-    def listed_taps(self, config: dict[str, Any]) -> tuple[str, list[int] | None]:
+    def listed_taps(self, config: Fields) -> tuple[str, list[int] | None]:
         """Return the field that lists the taps of a drafter's config.json, and what it holds; None for nothing."""
         return "", None
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from ..common import IncompatibleError
 from ..heads import DFlash, DFlash2, DFlashConfig, Drafter, DSpark, DSparkConfig
 from ..targets import Target
-from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking
+from .base_layout import DrafterFiles, ExportLayout, Fields, Unsupported, fill, pruned_lacking
 from .engine_logits import Layers, ProbeSequence, Weights, output_table, require_unscaled, scale_field
 from .llama import (
     EMBEDDINGS,
@@ -88,11 +88,11 @@ class BlockLayout(ExportLayout[B, C]):
         self.served_as = "" if kind.name == "dspark" else "dflash"
 
     @abstractmethod
-    def layer(self, config: dict[str, Any]) -> dict[str, Any]:
+    def layer(self, config: Fields) -> dict[str, Any]:
         """Return the config of the layers, which is that of a Qwen3."""
 
     @abstractmethod
-    def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
+    def flags(self, config: Fields, where: str) -> BlockFlags:
         """Return the flags that engines take from a config.json of this layout.
 
         Raises BadInputError if it lacks a field that cannot be guessed.
@@ -115,7 +115,7 @@ class BlockLayout(ExportLayout[B, C]):
             require_same_rows(output, output_table(target)[drafter.token_ids], OUTPUT, files.folder)
         return drafter
 
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Fields) -> dict[str, tuple[int, ...]]:
         return shapes_of(self.kind.drafter, self.settings(config, "config.json", 0), their_name)
 
     def settings(self, values: dict[str, Any], where: str, num_layers: int) -> DFlashConfig:
@@ -209,16 +209,16 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
             require_fields(files.config, ("sliding_window_non_causal",), str(files.config_file))  # readers differ
         return super().read(files, target)
 
-    def listed_taps(self, config: dict[str, Any]) -> tuple[str, list[int] | None]:
+    def listed_taps(self, config: Fields) -> tuple[str, list[int] | None]:
         return TAPS, config.get(TAPS)
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         return config.get("speculators_model_type") == self.drafter
 
-    def layer(self, config: dict[str, Any]) -> dict[str, Any]:
+    def layer(self, config: Fields) -> dict[str, Any]:
         return dict(config["transformer_layer_config"])
 
-    def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
+    def flags(self, config: Fields, where: str) -> BlockFlags:
         require_fields(config, ("transformer_layer_config", TAPS, "mask_token_id", "block_size"), where)
         layer, kind = self.layer(config), config["speculators_model_type"]
         sliding = "sliding_attention" in (layer.get("layer_types") or [])

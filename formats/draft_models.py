@@ -23,7 +23,7 @@ from ..common import BadInputError, IncompatibleError
 from ..heads import DraftModel, DraftModelConfig
 from ..targets import Target, load_causal_lm
 from ..targets.gguf_models import read_gguf
-from .base_layout import DrafterFiles, ExportLayout
+from .base_layout import DrafterFiles, ExportLayout, Fields
 from .engine_logits import ProbeSequence, model_logits
 
 FILE = "draft.gguf"
@@ -253,7 +253,7 @@ class Plain(ExportLayout[DraftModel, DraftModelConfig]):
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         return model_logits(load_causal_lm(str(files.folder), dtype=torch.float32, strict=True).eval(), passage)
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         architectures = config.get("architectures") or [""]
         return "model_type" in config and architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
 

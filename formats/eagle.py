@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from ..targets import Target
-from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking, with_prefix
+from .base_layout import DrafterFiles, ExportLayout, Fields, Unsupported, fill, pruned_lacking, with_prefix
 from .blocks import own_tensors
 from .engine_logits import (
     Flags,
@@ -87,13 +87,13 @@ class EagleLayout(ExportLayout[Eagle1, Eagle1Config]):
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         return eagle1_logits(files.tensors, files.config, passage)
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         architectures = config.get("architectures") or []
         eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
         named = any("Eagle" in name for name in architectures) or "bias" in config or "eagle_fc_bias" in config
         return named and not eagle3 and "speculators_model_type" not in config
 
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Fields) -> dict[str, tuple[int, ...]]:
         bias = bool(config.get("bias") or config.get("eagle_fc_bias"))
         return shapes_of(Eagle1, _whole(layer_sizes(config, "config.json"), fc_bias=bias))
 
@@ -162,14 +162,14 @@ class Sglang(ExportLayout[Eagle3, Eagle3Config]):
         tensors = {_here(name): tensor for name, tensor in files.tensors.items()}
         return eagle3_logits(tensors, files.config, sglang_flags(files.config, target.num_layers), passage)
 
-    def listed_taps(self, config: dict[str, Any]) -> tuple[str, list[int] | None]:
+    def listed_taps(self, config: Fields) -> tuple[str, list[int] | None]:
         return TAPS, (config.get("eagle_config") or {}).get(TAPS)
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         named = any("Eagle3" in name for name in config.get("architectures") or [])
         return named and "transformer_layer_config" not in config
 
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Fields) -> dict[str, tuple[int, ...]]:
         same = as_speculators(DrafterFiles(config, {}), 12)
         return {_there(name): shape for name, shape in Speculators().shapes(same.config).items()}
 
@@ -181,7 +181,7 @@ class Sglang(ExportLayout[Eagle3, Eagle3Config]):
         return Speculators().read(as_speculators(files, target.num_layers), target)
 
 
-def sglang_flags(config: dict[str, Any], num_layers: int) -> Flags:
+def sglang_flags(config: Fields, num_layers: int) -> Flags:
     """Return the flags that SGLang takes from a flat config.json; it knows no other."""
     taps = (config.get("eagle_config") or {}).get(TAPS)
     return Flags(

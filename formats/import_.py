@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -19,7 +18,7 @@ from ..heads.saved import read_config
 from ..targets import Target
 from ..targets.peft_adapters import ADAPTER_CONFIG
 from ..targets.weights import stored_tensors
-from .base_layout import ExportLayout, other_types
+from .base_layout import ExportLayout, Fields, other_types
 from .early_exit import early_exit_of
 from .engines import KNOWN, LAYOUTS
 
@@ -89,7 +88,7 @@ def import_drafter(folder: str | Path, target: Target) -> Drafter:
     return drafter.to(target.device).eval()
 
 
-def _check_counts(config: dict[str, Any], names: Set[str], folder: Path) -> None:
+def _check_counts(config: Fields, names: Set[str], folder: Path) -> None:
     """Refuse a config that counts more parts than there are tensors: making them would never end."""
     for values in (config, config.get("transformer_layer_config") or {}, config.get("text_config") or {}):
         for name in _COUNTS:

@@ -25,7 +25,7 @@ from ..heads.block.dflash import default_taps
 from ..targets.loading import target_path
 from ..targets.model_folder import PICKLES
 from ..targets.weights import WEIGHT_TYPES
-from .base_layout import RECORD, DrafterFiles, ExportLayout, digest, other_types
+from .base_layout import RECORD, DrafterFiles, ExportLayout, Fields, digest, other_types
 from .blocks import BlockLayout
 from .eagle import as_speculators
 from .engine_logits import vllm_rope
@@ -55,7 +55,7 @@ class LintFinding:
 class TargetFacts:
     """A target, as its files describe it."""
 
-    config: dict[str, Any]  # its config.json; of several models in one, the text's
+    config: Fields  # its config.json; of several models in one, the text's
     folder: Path
 
     @classmethod
@@ -269,7 +269,7 @@ def depths(view: CheckpointView) -> Findings:
         yield fault("depth", what, "The engine drafts deeper or less deep than what was measured.")
 
 
-def _speculative_tokens(config: dict[str, Any]) -> int | None:
+def _speculative_tokens(config: Fields) -> int | None:
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return methods[0].get("speculative_tokens")
 
@@ -418,7 +418,7 @@ def norm_flags(view: CheckpointView) -> Findings:
         yield unusual("norm-flag", what, engine.format("neither"))
 
 
-def _contradiction(config: dict[str, Any], flag: str, tensors: dict[str, Tensor], prefix: str) -> str | None:
+def _contradiction(config: Fields, flag: str, tensors: dict[str, Tensor], prefix: str) -> str | None:
     """Return the sentence that a flag and the tensors that it announces do not agree; None if they do."""
     is_there = any(name.startswith(prefix) for name in tensors)
     if is_there == bool(config.get(flag)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..common import BadInputError, IncompatibleError
 from ..heads import Medusa, MedusaConfig
 from ..targets import Target
-from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking
+from .base_layout import DrafterFiles, ExportLayout, Fields, Unsupported, fill, pruned_lacking
 from .engine_logits import ProbeSequence, medusa_logits, output_table
 from .llama import require_same_rows
 
@@ -59,7 +58,7 @@ class MedusaRepository(ExportLayout[Medusa, MedusaConfig]):
         same = as_vllm(files)
         return medusa_logits(same.tensors, same.config, passage)
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         return "medusa_num_heads" in config
 
     def read(self, files: DrafterFiles, target: Target) -> Medusa:
@@ -103,7 +102,7 @@ class MedusaVllm(ExportLayout[Medusa, MedusaConfig]):
         logits = medusa_logits(files.tensors, files.config, passage)
         return _proposable(logits, files.tensors.get("token_map"))
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
 
     def read(self, files: DrafterFiles, target: Target) -> Medusa:
@@ -137,7 +136,7 @@ class MedusaVllm(ExportLayout[Medusa, MedusaConfig]):
         fill(drafter, weights, [name for name in tensors if name not in known], str(files.folder))
         return drafter
 
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Fields) -> dict[str, tuple[int, ...]]:
         size, heads, shared = config["hidden_size"], range(config["num_heads"]), bool(config.get("original_lm_head"))
         # Of embeddings of the heads' own, vLLM makes room for the whole vocabulary.
         rows = (config.get("truncated_vocab_size") if shared else None) or config["vocab_size"]

@@ -30,7 +30,7 @@ from ..heads.registry import load_drafter
 from ..targets import Target
 from ..targets.model_folder import SINGLE
 from ..targets.weights import WEIGHT_TYPES
-from .base_layout import DrafterFiles, ExportLayout, Unsupported, pruned_lacking
+from .base_layout import DrafterFiles, ExportLayout, Fields, Unsupported, pruned_lacking
 from .engine_logits import ProbeSequence, session_logits
 
 # Files of the target's folder that an export brings along.
@@ -86,7 +86,7 @@ class NativeMtp(ExportLayout[Mtp, MtpConfig]):
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         return session_logits(self.read(files, target), target, passage)
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         layers = (config.get("text_config") or config).get("num_hidden_layers")
         return layers is not None and bool(places_in(names, layers))
 

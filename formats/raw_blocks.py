@@ -18,7 +18,7 @@ from torch import Tensor
 from ..common import IncompatibleError
 from ..heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from ..targets import Target
-from .base_layout import DrafterFiles, Unsupported, pruned_lacking, with_prefix
+from .base_layout import DrafterFiles, Fields, Unsupported, pruned_lacking, with_prefix
 from .blocks import (
     DRAFTS_FROM_ANCHOR,
     DSPARK,
@@ -47,10 +47,10 @@ class RawBlocks(BlockLayout[B, C]):
     counts_outputs = True
     windows: ClassVar[str] = "sliding_window: 0, or speculators"  # the nearest that can be served of them
 
-    def layer(self, config: dict[str, Any]) -> dict[str, Any]:
+    def layer(self, config: Fields) -> dict[str, Any]:
         return dict(config)
 
-    def listed_taps(self, config: dict[str, Any]) -> tuple[str, list[int] | None]:
+    def listed_taps(self, config: Fields) -> tuple[str, list[int] | None]:
         return TAPS, (config.get("dflash_config") or config).get(TAPS)
 
     def plain_name(self, name: str) -> str:
@@ -107,10 +107,10 @@ class ZLab(RawBlocks[DFlash, DFlashConfig]):
         }
         return DrafterFiles(values, own_tensors(drafter))
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         return self.kind.architecture in _architectures(config)
 
-    def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
+    def flags(self, config: Fields, where: str) -> BlockFlags:
         own = dict(config.get("dflash_config") or {})
         slots: Any = config.get("block_size", own.get("block_size"))  # it stands in either place
         require_fields(own | {"block_size": slots}, (TAPS, "mask_token_id", "block_size"), where)
@@ -162,10 +162,10 @@ class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
         copies = {EMBEDDINGS: embedding_table(target), OUTPUT: output_table(target)}
         return DrafterFiles(values, own_tensors(drafter) | copies)
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         return not _architectures(config).isdisjoint({"Qwen3DSparkModel", "DSparkDraftModel"})
 
-    def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
+    def flags(self, config: Fields, where: str) -> BlockFlags:
         require_fields(config, (TAPS, "mask_token_id", "block_size"), where)
         _refuse_windows(config, {}, where)
         return BlockFlags(
@@ -178,7 +178,7 @@ class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
         )
 
 
-def _architectures(config: dict[str, Any]) -> set[str]:
+def _architectures(config: Fields) -> set[str]:
     """Return a config's architectures; none of the `speculators` package's, which have the same names."""
     return set() if "speculators_model_type" in config else set(config.get("architectures") or [])
 
@@ -192,7 +192,7 @@ def _flat(drafter: DFlash, target: Target, architecture: str) -> dict[str, Any]:
     }
 
 
-def _refuse_windows(config: dict[str, Any], own: dict[str, Any], where: str) -> None:
+def _refuse_windows(config: Fields, own: dict[str, Any], where: str) -> None:
     if "sliding_attention" in (config.get("layer_types") or []) or own.get("use_swa"):
         raise IncompatibleError(
             f"{where}: its layers see a sliding window, which this layout does not define; take the drafter in the "

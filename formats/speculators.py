@@ -26,7 +26,7 @@ from ..common import BadInputError, IncompatibleError
 from ..common.runtime import versions
 from ..heads import DFlash, Eagle3, Eagle3Config, PEagle, PEagleConfig
 from ..targets import Target
-from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, with_prefix
+from .base_layout import DrafterFiles, ExportLayout, Fields, Unsupported, fill, with_prefix
 from .engine_logits import Flags, ProbeSequence, eagle3_logits, embedding_table, peagle_logits
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, require_fields, shapes_of
 
@@ -80,10 +80,10 @@ class Speculators(ExportLayout[Eagle3, Eagle3Config]):
         layer, flags = vllm_flags(files.config, target.num_layers)
         return eagle3_logits(files.tensors, layer, flags, passage)
 
-    def listed_taps(self, config: dict[str, Any]) -> tuple[str, list[int] | None]:
+    def listed_taps(self, config: Fields) -> tuple[str, list[int] | None]:
         return TAPS, config.get(TAPS)
 
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+    def recognises(self, config: Fields, names: Set[str]) -> bool:
         return config.get("speculators_model_type") == self.drafter
 
     def read(self, files: DrafterFiles, target: Target) -> Eagle3:
@@ -115,7 +115,7 @@ class Speculators(ExportLayout[Eagle3, Eagle3Config]):
         problems += last_tap(taps, num_layers)
         return Eagle3Config(**read_settings(values, where, problems, taps))
 
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Fields) -> dict[str, tuple[int, ...]]:
         layer = config.get("transformer_layer_config") or {}
         has_qwen_layers = layer.get("model_type") == "qwen3"  # Llama's, with norms of queries and keys
         if has_qwen_layers:
@@ -159,7 +159,7 @@ class SpeculatorsPEagle(Speculators):
         settings = read_settings(values, where, last_tap(values[TAPS], num_layers))
         return PEagleConfig(**settings, mask_token_id=int(values[MASK]))
 
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Fields) -> dict[str, tuple[int, ...]]:
         settings = self.settings(config, "config.json")
         return shapes_of(PEagle, settings, lambda name: their_name(name, settings))
 
@@ -193,7 +193,7 @@ def tapped_embeddings(taps: Sequence[int]) -> Unsupported:
     return Unsupported(f"taps: {list(taps)}", "it taps outputs of layers, not embeddings", nearest)
 
 
-def vllm_flags(config: dict[str, Any], num_layers: int) -> tuple[dict[str, Any], Flags]:
+def vllm_flags(config: Fields, num_layers: int) -> tuple[dict[str, Any], Flags]:
     """Return the layers' config and the flags that vLLM takes from a config.json of this layout."""
     flags = Flags(
         taps=tuple(config.get(TAPS) or _default_taps(num_layers)),

@@ -13,9 +13,11 @@ Shapes: T tokens of the text, K taps, H hidden size, N heads, D head size, V tar
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..targets import Target
 from .decoder_layer import Layer
@@ -100,5 +102,6 @@ def _attend(query: Tensor, t: int, entries: Entries) -> Tensor:
     return torch.einsum("ne,end->nd", scores.softmax(-1), values)
 
 
-def _norm(x: Tensor, norm: LlamaRMSNorm) -> Tensor:
+def _norm(x: Tensor, norm: Any) -> Tensor:
+    """Return `x` `[..., H]`, divided by its root mean square and times the norm's weight."""
     return x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight

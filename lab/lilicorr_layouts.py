@@ -9,6 +9,7 @@ Shapes: k drafts, C candidates, H hidden size, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,7 +131,7 @@ def _correlated(
 
 
 _LATTICE = ("candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim")
-_FIELDS = dict.fromkeys(("conv_kernel_size", "conv_group_size"), 0)  # it may have no convolutions
+_FIELDS: dict[str, Any] = dict.fromkeys(("conv_kernel_size", "conv_group_size"), 0)  # it may have no convolutions
 _FIELDS |= {f"lilicorr_{name}": None for name in (*_LATTICE, "logit_scale", "vector_eps")}
 LILICORR = BlockKind(
     LiLiCorr,

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..common import BadInputError
+from ..common.plugins import plugin
 from ..targets import Target
 from ..targets.sequence_packing import Documents
-from . import liger_kernels
 from .divergences import DIVERGENCES, HARD, PARAMETERS, Divergence, hard_cross_entropy, soft_cross_entropy
 
 Head = Callable[[Tensor], Tensor]
@@ -31,6 +31,7 @@ Head = Callable[[Tensor], Tensor]
 # 8B shape 2 GB: there larger ones are worth their memory. (On the meta device trainings on a GPU are planned.)
 CHUNK = 512
 CHUNKS = {"cuda": 2048, "meta": 2048}
+KERNEL_DEVICES = {"cuda"}  # where kernels of another package compare (`outrider.losses`), if they have the loss
 
 # A head reads a token's hidden state with the token after it, so x_2 is the first that it can predict.
 FIRST_LEARNED = 2
@@ -245,9 +246,10 @@ class PositionLosses:
 
 def compare(reference: TargetDistribution, draft_logits: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
-    kind = draft_logits.device.type
-    if kind in liger_kernels.DEVICES and liger_kernels.serve(loss.parts, loss.hard, kind):
-        return liger_kernels.compare(reference, draft_logits, loss.parts, loss.hard)
+    if draft_logits.device.type in KERNEL_DEVICES and (by_kernels := plugin("losses", "kernels")) is not None:
+        compared: tuple[Tensor, Tensor, Tensor] | None = by_kernels(reference, draft_logits, loss)
+        if compared is not None:
+            return compared
     draft_logits = draft_logits.to(precision_of(draft_logits))
     if loss.soft is not None:
         with own_precision(draft_logits.device):

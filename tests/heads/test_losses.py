@@ -13,7 +13,7 @@ from scipy.special import huber
 from torch import Tensor
 
 from outrider.common import BadInputError
-from outrider.heads import liger_kernels
+from outrider.heads import losses
 from outrider.heads.divergences import (
     DIVERGENCES,
     HARD,
@@ -204,8 +204,8 @@ def test_the_share_of_the_lk_hybrid_carries_no_gradient():
 def test_the_gradient_of_lk_nla_is_that_of_tv_divided_by_the_acceptance_rate():
     """∇ −log α = ∇ TV / α: what pure TV lacks where q is far from p."""
     target, start = log(P[:1]), torch.tensor([[-4.0, 0.0, 3.0]], requires_grad=True)
-    losses = (DIVERGENCES[name](target, start.log_softmax(-1)).sum() for name in ("lk_nla", "tv"))
-    slopes = [torch.autograd.grad(loss, start)[0] for loss in losses]
+    both = (DIVERGENCES[name](target, start.log_softmax(-1)).sum() for name in ("lk_nla", "tv"))
+    slopes = [torch.autograd.grad(loss, start)[0] for loss in both]
     alpha = torch.minimum(target.exp(), start.softmax(-1)).sum().item()
     assert_same(slopes[0], slopes[1] / alpha, SMALL)
 
@@ -273,18 +273,18 @@ def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
     p = target_head(target_hidden).softmax(-1)
     p_kept = p if kept is None else p[:, kept]
     assert_same(reference.log_probs, (p_kept / p_kept.sum(-1, keepdim=True)).log(), LARGE)
-    losses = torch.stack([divergence(name)(reference, q) for q in log_q])
+    values = torch.stack([divergence(name)(reference, q) for q in log_q])
     alpha = torch.minimum(p_kept, log_q.exp()).sum(-1)
     best = log_q.argmax(-1) if kept is None else kept[log_q.argmax(-1)]
     trained = list(draft_head.parameters())
-    expected = [3 * g for g in torch.autograd.grad((losses * weights).sum(), [wanted, *trained])]
+    expected = [3 * g for g in torch.autograd.grad((values * weights).sum(), [wanted, *trained])]
     for chunk in (100, 23, 7, 1):
         hidden, both = start.clone().requires_grad_(), (target_head, draft_head)
         more = {"kept": kept, "chunk": chunk, "weights": weights, "following": following}
         result = compared((target_hidden, hidden), both, name, **more)
-        assert_same((result.loss, result.alpha), (losses.detach(), alpha.detach()), LARGE)
+        assert_same((result.loss, result.alpha), (values.detach(), alpha.detach()), LARGE)
         assert torch.equal(result.top1, (best == p.argmax(-1)).float())
-        assert_same(result.total.detach(), (losses * weights).sum().detach(), LARGE)
+        assert_same(result.total.detach(), (values * weights).sum().detach(), LARGE)
         found = torch.autograd.grad(3 * result.total, [hidden, *trained])
         assert_same(list(found), expected, LARGE)
     assert target_head.weight.grad is None, "the target is never trained"
@@ -431,15 +431,22 @@ def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
     assert_same(result.loss, [0.5], SMALL)
 
 
-def test_a_loss_that_kernels_serve_is_theirs(monkeypatch):
+@pytest.mark.parametrize("have_it", [True, False])
+def test_a_loss_that_kernels_have_is_theirs(monkeypatch, have_it):
+    """They are asked on devices that have them alone."""
     asked: list[tuple] = []
-    monkeypatch.setattr(liger_kernels, "DEVICES", {"cpu"})
-    monkeypatch.setattr(liger_kernels, "serve", lambda *arguments: bool(asked.append(arguments)) or True)
-    monkeypatch.setattr(liger_kernels, "compare", lambda *arguments: arguments)
     reference, draft_logits, loss = TargetDistribution.of(logits(P)), logits(Q), divergence("tv")
-    given = reference, draft_logits, loss.parts, loss.hard
-    assert all(a is b for a, b in zip(compare(reference, draft_logits, loss), given, strict=True))
-    assert asked == [(loss.parts, loss.hard, "cpu")]
+    usual = compare(reference, draft_logits, loss)
+    monkeypatch.setattr(losses, "plugin", lambda *_: lambda *given: asked.append(given) or (given if have_it else None))
+    assert_same(compare(reference, draft_logits, loss), usual)
+    assert not asked
+    monkeypatch.setattr(losses, "KERNEL_DEVICES", {"cpu"})
+    found = compare(reference, draft_logits, loss)
+    assert asked == [(reference, draft_logits, loss)]
+    if have_it:
+        assert found == asked[0]
+    else:
+        assert_same(found, usual)
 
 
 def test_mixed_precision_is_for_the_drafter_alone():

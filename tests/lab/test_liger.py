@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import liger_kernels
+from outrider.heads import losses
 from outrider.heads.divergences import DIVERGENCES, HARD, LossName, hard_cross_entropy, total_variation
 from outrider.heads.losses import LossSettings, TargetDistribution, chunked_compare, compare, divergence
+from outrider.lab import liger_kernels
 
 from ..closeness import assert_same
 
@@ -45,7 +46,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("liger_kernel")
     if DEVICE == "cpu" and not INTERPRETED:
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
-    monkeypatch.setattr(liger_kernels, "DEVICES", {DEVICE})
+    monkeypatch.setattr(losses, "KERNEL_DEVICES", {DEVICE})
 
 
 @pytest.fixture
@@ -63,14 +64,14 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for rule in list(liger_kernels.KERNELS):
         monkeypatch.setitem(liger_kernels.KERNELS, rule, kernel(rule, rule is hard_cross_entropy))
-    monkeypatch.setattr(liger_kernels, "DEVICES", {"cpu", DEVICE})
+    monkeypatch.setattr(losses, "KERNEL_DEVICES", {"cpu", DEVICE})
     monkeypatch.setattr(liger_kernels, "find_spec", lambda name: name)
     return called
 
 
 def served(name: LossName, kind: str = "cpu") -> bool:
-    loss = divergence(name)
-    return kind in liger_kernels.DEVICES and liger_kernels.serve(loss.parts, loss.hard, kind)
+    parts = liger_kernels._parts(divergence(name))
+    return kind in losses.KERNEL_DEVICES and all(liger_kernels.works(part, kind) for _, part, _ in parts)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "mps"])
@@ -209,7 +210,7 @@ def test_a_training_step_is_that_of_torch(kernels, monkeypatch, name, kept):
         target_hidden, start = torch.randn(positions, 5, device=DEVICE), torch.randn(3, positions, 4, device=DEVICE)
         weights, following, both = torch.rand(3, positions, device=DEVICE), torch.arange(positions, device=DEVICE), []
         for kinds in ({DEVICE}, set()):
-            monkeypatch.setattr(liger_kernels, "DEVICES", kinds)
+            monkeypatch.setattr(losses, "KERNEL_DEVICES", kinds)
             hidden = start.clone().requires_grad_()
             result = chunked_compare(target_hidden, hidden, settings, weights, following)
             slopes = torch.autograd.grad(result.total, [hidden, *settings.parameters])
@@ -241,7 +242,7 @@ def test_a_large_vocabulary_takes_no_more_memory_than_by_torch(kernels, monkeypa
     """512 positions of 151,936 symbols, or of 32,000 that are left of them; the same values and gradients."""
     kept, peaks, both = None if kept is None else torch.arange(32_000, device=DEVICE) * 4, {}, {}
     for kinds in ((), (DEVICE,)):
-        monkeypatch.setattr(liger_kernels, "DEVICES", kinds)
+        monkeypatch.setattr(losses, "KERNEL_DEVICES", kinds)
         for _ in range(2):  # the first time is that of compilers and trials
             reference, draft_logits = example(kept, 512, 151_936)
             draft_logits = draft_logits.to(dtype)

@@ -11,16 +11,15 @@ Shapes: P positions, V' symbols of the drafter. Draft logits may be of any type;
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .divergences import (
+from ..heads.divergences import (
     Divergence,
     forward_kl,
     hard_cross_entropy,
@@ -29,51 +28,35 @@ from .divergences import (
     soft_cross_entropy,
     total_variation,
 )
+from ..heads.losses import Loss, TargetDistribution, own_precision
 
-DEVICES = {"cuda"}
-Parts = Sequence[tuple[float, Divergence]]  # weights and divergences of a loss
 _log = logging.getLogger(__name__)
 
 
-class Reference(Protocol):
-    """The target's side of a comparison: see `losses.TargetDistribution`."""
-
-    @property
-    def probs(self) -> Tensor: ...
-    @property
-    def renormalised(self) -> Tensor: ...
-    @property
-    def log_probs(self) -> Tensor: ...
-    @property
-    def best(self) -> Tensor: ...
-    @property
-    def following(self) -> Tensor | None: ...
-
-
-def serve(parts: Parts, hard: float, kind: str) -> bool:
-    """Return whether there is a kernel for each part of a loss on that `kind` of device."""
-    return all(works(divergence, kind) for _, divergence, _ in _with_settings(parts, hard))
-
-
-def compare(reference: Reference, draft_logits: Tensor, parts: Parts, hard: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (loss, alpha, top1) as `losses.compare` does, by a loss that kernels serve."""
-    with torch.autocast(draft_logits.device.type, enabled=False), torch.cuda.device_of(draft_logits):
+def compared_by_kernels(
+    reference: TargetDistribution, draft_logits: Tensor, loss: Loss
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return (loss, alpha, top1) as `losses.compare` does; None for a loss without a kernel for each part."""
+    parts = _parts(loss)
+    kind = draft_logits.device.type
+    if not all(works(divergence, kind) for _, divergence, _ in parts):
+        return None
+    with own_precision(draft_logits.device), torch.cuda.device_of(draft_logits):
         alpha, top1 = _agreement(reference, draft_logits)
         values = [
-            weight * KERNELS[divergence](reference, draft_logits, **settings)
-            for weight, divergence, settings in _with_settings(parts, hard)
+            weight * KERNELS[divergence](reference, draft_logits, **settings) for weight, divergence, settings in parts
         ]
         return torch.stack(values).sum(0), alpha, top1
 
 
-def _with_settings(parts: Parts, hard: float) -> list[tuple[float, Divergence, dict[str, float]]]:
+def _parts(loss: Loss) -> list[tuple[float, Divergence, dict[str, float]]]:
     """Return weights, divergences and the settings that these were given."""
-    found = [(weight, getattr(part, "func", part), getattr(part, "keywords", {})) for weight, part in parts]
-    return [*found, (hard, hard_cross_entropy, {})] if hard else found
+    parts = [(weight, getattr(part, "func", part), getattr(part, "keywords", {})) for weight, part in loss.parts]
+    return [*parts, (loss.hard, hard_cross_entropy, {})] if loss.hard else parts
 
 
 @torch.no_grad()
-def _agreement(reference: Reference, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _agreement(reference: TargetDistribution, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return (alpha, top1)."""
     probs = logits.softmax(-1, dtype=torch.float32)
     alpha = torch.minimum(reference.probs, probs, out=probs).sum(-1)
@@ -96,7 +79,7 @@ class _PrecomputedGradient(torch.autograd.Function):
         return gradient.mul_(slope[:, None]), None
 
 
-def _cross_entropy(reference: Reference, logits: Tensor, least: float) -> Tensor:
+def _cross_entropy(reference: TargetDistribution, logits: Tensor, least: float) -> Tensor:
     """Return Σ p (log max(p, `least`) − log q)."""
     from liger_kernel.ops.backends._triton.kl_div import kl_loss_and_grad_triton
 
@@ -108,7 +91,7 @@ def _cross_entropy(reference: Reference, logits: Tensor, least: float) -> Tensor
     return _PrecomputedGradient.apply(logits, kernel)
 
 
-def _jensen_shannon(reference: Reference, logits: Tensor, beta: float = 0.5) -> Tensor:
+def _jensen_shannon(reference: TargetDistribution, logits: Tensor, beta: float = 0.5) -> Tensor:
     """Return JSD(β), or reverse KL where β is 1."""
     from liger_kernel.ops.backends._triton.jsd import jsd_loss_and_grad_triton
 
@@ -122,18 +105,18 @@ def _jensen_shannon(reference: Reference, logits: Tensor, beta: float = 0.5) -> 
     return _PrecomputedGradient.apply(logits, kernel)
 
 
-def _both(reference: Reference, logits: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+def _both(reference: TargetDistribution, logits: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """Return (hard cross-entropy, total variation)."""
     from liger_kernel.ops import LigerFusedCETVDFunction
 
     return LigerFusedCETVDFunction.apply(logits, reference.log_probs, following)
 
 
-def _total_variation(reference: Reference, logits: Tensor) -> Tensor:
+def _total_variation(reference: TargetDistribution, logits: Tensor) -> Tensor:
     return _both(reference, logits, reference.best.clamp(min=0))[1]
 
 
-def _hard_cross_entropy(reference: Reference, logits: Tensor) -> Tensor:
+def _hard_cross_entropy(reference: TargetDistribution, logits: Tensor) -> Tensor:
     following = reference.following
     assert following is not None, "a hard loss needs the tokens that followed"
     return _both(reference, logits, following.clamp(min=0))[0] * (following >= 0)
@@ -165,36 +148,15 @@ def works(divergence: Divergence, kind: str) -> bool:
     return not why
 
 
-@dataclass(frozen=True)
-class _Example:
-    """A `Reference` on the drafter's whole vocabulary."""
-
-    log_probs: Tensor
-    following: Tensor
-
-    @property
-    def probs(self) -> Tensor:
-        return self.log_probs.exp()
-
-    renormalised = probs
-
-    @property
-    def best(self) -> Tensor:
-        return self.log_probs.argmax(-1)
-
-
 def _try_kernel(divergence: Divergence, device: torch.device) -> float:
     """Return the largest difference between kernel and function, in values and gradients, on a small example."""
-    is_hard = divergence is hard_cross_entropy
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    loss = Loss((), 1.0) if divergence is hard_cross_entropy else Loss(((1.0, divergence),))
+    with torch.inference_mode(False), torch.enable_grad(), own_precision(device):
         theirs, ours = 3 * torch.arange(2 * 5 * 33, device=device).sin().view(2, 5, 33)
         weights = torch.arange(5, device=device)
-        reference = _Example(theirs.log_softmax(-1), weights - 1)
-        draft_logits = ours.clone().requires_grad_()
-        found, _, _ = compare(reference, draft_logits, () if is_hard else ((1.0, divergence),), float(is_hard))
-        given = reference.following if is_hard else reference.log_probs
-        expected = divergence(given, draft_logits.log_softmax(-1))
-        both = []
-        for values in (found, expected):
+        reference = TargetDistribution.of(theirs, following=weights - 1)
+        draft_logits, both = ours.clone().requires_grad_(), []
+        kernel = KERNELS[divergence]
+        for values in (kernel(reference, draft_logits), loss(reference, draft_logits.log_softmax(-1))):
             both.append([values, *torch.autograd.grad((values * weights).sum(), draft_logits)])
         return torch.stack([(a - b).abs().max() for a, b in zip(*both, strict=True)]).max().item()  # NaN, if one is

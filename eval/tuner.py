@@ -13,8 +13,8 @@ rates on the way to it; `costs.round_timing` has the speed that follows from it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -27,11 +27,11 @@ from rich.text import Text
 
 from ..common import BadInputError, IncompatibleError
 from ..common.machine import device_name
-from ..common.progress import Advance, progress
+from ..common.progress import announce, duration, progress
 from ..common.runtime import versions
 from ..costs.round_timing import RoundTimes, costs_in_loop, verify_times
 from ..costs.timing import threads
-from ..decode import Control, Costs, Decoder, Plan, Sampling, Tree, best_tree
+from ..decode import Control, Costs, Decoder, Plan, best_tree
 from ..heads import Drafter, fuse
 from ..recipes import EvalSpec
 from ..targets import Target
@@ -56,7 +56,6 @@ _HOPEFUL = 0.9  # trees that cannot reach this part of the best chain's predicti
 _RACING = 2  # chains, and trees, that are measured
 CONTROL_WEIGHT = 16.0  # of rates from many prompts: with less, a few unlucky rounds make a controller fall back
 ChainTimes = tuple[Costs, dict[int, RoundTimes]]  # of chains, and rounds by depth; 0 is plain
-Bars = Callable[[str, int], AbstractContextManager[Advance]]  # progress of a task with so many steps
 # Drafters for fusions with a trained one: a copy of the text costs next to nothing where there is one.
 STATISTICAL: tuple[dict[str, Any], ...] = ({"type": "ngram", "min_match": 2}, {"type": "suffix", "min_match": 4})
 
@@ -81,7 +80,7 @@ def tune(
     Raises:
         BadInputError: no prompts or more than one temperature; a batch size below 1 or above the number of prompts; a
             prompt that does not fit the target's context; answers that end with their first token; `statistical` that
-            names one kind twice, or a kind that cannot be fused.
+            names a kind that cannot be fused.
         IncompatibleError: the drafter cannot draft for this target.
     """
     jobs = make_jobs(suites, settings.limit)
@@ -93,14 +92,31 @@ def tune(
         reason = str(error)
     if console is not None and reason is not None:
         console.print(Text(f"no trees: {reason}", style="dim"))
+    fusions = _fusions(target, drafter, statistical)
     with threads(settings.threads):
-        tuner = _tuner(target, drafter, jobs, settings, console, reason is None, _fusions(target, drafter, statistical))
+        if console is not None:
+            announce(console, _announcement(target, jobs, settings, len(set(batch_sizes)), len(fusions)))
+        tuner = _Tuner(target, drafter, jobs, settings, console, reason is None, fusions)
         batches = []
         for size in sorted(set(batch_sizes)):
             batches.append(tuner.batch(size))
             if console is not None:
                 print_batch(batches[-1], console)
         return _record(target, drafter, suites, settings, batches)
+
+
+def _announcement(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec, sizes: int, fusions: int) -> str:
+    """Return what will be done, and for about how long: by one answer of the plain target, the second of two."""
+    plain = BatchRacer("plain", Decoder(target), Plan(0), settings)
+    usual = sorted(jobs, key=lambda job: job.length)[len(jobs) // 2]
+    answers = [plain([usual], float(settings.temperatures[0])) for _ in range(2)]
+    measured = 2 * _RACING + 2 + (_RACING if fusions else 0)  # plans in a race, the plain one and a controller's too
+    timed = _TIMED_GROUPS * (len(_TIMED_DEPTHS) + 2) * (2 + fusions)
+    count = len(jobs) * (2 + fusions) + sizes * (len(jobs) * measured * settings.repeats + timed)
+    return (
+        f"tuning on {len(jobs)} prompts, answered with {settings.max_new_tokens} tokens at most: acceptance, costs, "
+        f"and the best plans in turns; about {duration(count * answers[1].seconds)} by the first answers"
+    )
 
 
 def best_chain(
@@ -121,29 +137,10 @@ def best_chain(
     jobs = make_jobs(suites, settings.limit)
     _check(target, jobs, settings, (1,))
     with threads(settings.threads):
-        tuner = _tuner(target, drafter, jobs, settings, None, False, [], most)
+        tuner = _Tuner(target, drafter, jobs, settings, None, False, [], most)
         times = times or tuner.chain_times(tuner.curve(1, deepest(drafter)), [[job] for job in jobs])
         plain, *chains = chain_options(*times, tuner.seen, 1)
     return best(chains, 1)[0], plain, times
-
-
-def _tuner(
-    target: Target,
-    drafter: Drafter,
-    jobs: list[PromptJob],
-    settings: EvalSpec,
-    console: Console | None,
-    trees: bool,
-    fusions: list[_Fusion],
-    most: int = DEEPEST,
-) -> _Tuner:
-    """Return the search, with the acceptance of drafts, of trees, too, if `trees`."""
-    bars = partial(progress, console, transient=True)
-    sampling = replace(base_sampling(target, settings), temperature=float(settings.temperatures[0]))
-    with bars("acceptance", 1):
-        seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, sampling, trees, most=most)
-    decoders = Decoder(target), Decoder(target, drafter)
-    return _Tuner(target, drafter, jobs, settings, sampling, bars, seen, *decoders, fusions)
 
 
 def _check(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec, batch_sizes: Sequence[int]) -> None:
@@ -191,31 +188,42 @@ def _fusions(target: Target, drafter: Drafter, statistical: Sequence[dict[str, A
     """Return the fusions to try: none of a drafter that has no weights, or is a fusion itself."""
     if not drafter.trainable or drafter.abilities.deterministic:
         return []
-    kinds = [values.get("type") for values in statistical]
-    if len(set(map(str, kinds))) < len(kinds):
-        raise BadInputError(f"each kind of drafter is fused once; got {', '.join(map(str, kinds))}.")
     return [(values, Decoder(target, fuse(values, drafter))) for values in statistical]
 
 
-@dataclass
 class _Tuner:
-    """The search at one batch size, with all that does not depend on it.
+    """The search for plans, with all that does not depend on the batch size: how often drafts are accepted, above all.
 
-    Attributes:
-        seen: how often drafts are accepted.
-        plain, drafting: decoders without the drafter and with it.
+    `trees`: whether trees are tried, too. `most`: drafts in a chain.
     """
 
-    target: Target
-    drafter: Drafter
-    jobs: list[PromptJob]
-    settings: EvalSpec
-    sampling: Sampling
-    bars: Bars
-    seen: Acceptance
-    plain: Decoder
-    drafting: Decoder
-    fusions: list[_Fusion]
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        jobs: list[PromptJob],
+        settings: EvalSpec,
+        console: Console | None,
+        trees: bool,
+        fusions: list[_Fusion],
+        most: int = DEEPEST,
+    ):
+        self.target = target
+        self.drafter = drafter
+        self.jobs = jobs
+        self.settings = settings
+        self.fusions = fusions
+        self.bars = partial(progress, console, transient=True)
+        self.sampling = replace(base_sampling(target, settings), temperature=float(settings.temperatures[0]))
+        with self.bars("acceptance", 1):
+            self.seen = self._acceptance(drafter, trees, most=most)
+        self.plain = Decoder(target)
+        self.drafting = Decoder(target, drafter)
+
+    def _acceptance(self, drafter: Drafter, trees: bool, **limits: int) -> Acceptance:
+        return measure_acceptance(
+            self.target, drafter, self.jobs, self.settings.max_new_tokens, self.sampling, trees, **limits
+        )
 
     def batch(self, size: int) -> BatchTuning:
         """Return the fastest plan at one batch size, and the measurements behind the choice."""
@@ -284,17 +292,13 @@ class _Tuner:
         return [round_times([repeats[0] for repeats in per_group]) for per_group in answers.values()]
 
     def _tree_options(
-        self, trees: Sequence[Tree], groups: Sequence[list[PromptJob]], size: int, plain: RoundTimes
+        self, hopeful: Sequence[Option], groups: Sequence[list[PromptJob]], size: int, plain: RoundTimes
     ) -> list[Option]:
         """Return trees with their times, at the pace of `plain`: the machine's may have changed since."""
-        if not trees:
+        if not hopeful:
             return []
-        plans = [Plan(tree=tree) for tree in trees]
-        loops = _paced(plain, *self._time([Plan(0), *plans], groups))
-        return [
-            option(plan, tree.value(self.seen.ranks), loop, self.seen.tokens, size)
-            for plan, tree, loop in zip(plans, trees, loops, strict=True)
-        ]
+        loops = _paced(plain, *self._time([Plan(0), *(o.plan for o in hopeful)], groups))
+        return [option(o.plan, o.tau, loop, self.seen.tokens, size) for o, loop in zip(hopeful, loops, strict=True)]
 
     def _fused_options(
         self,
@@ -309,9 +313,7 @@ class _Tuner:
         assert decoder.drafter is not None
         most = deepest(decoder.drafter)
         with self.bars(f"batch {size}: acceptance with {statistical['type']}", 1):
-            seen = measure_acceptance(
-                self.target, decoder.drafter, self.jobs, self.settings.max_new_tokens, self.sampling, False, size
-            )
+            seen = self._acceptance(decoder.drafter, False, at_once=size)
         depths = [*(d for d in _TIMED_DEPTHS if d < most), most]
         timed = self._time([Plan(0), *map(Plan, depths)], groups, decoder)
         loops = {0: plain} | dict(zip(depths, _paced(plain, *timed), strict=True))
@@ -354,17 +356,26 @@ def _candidate(option: Option, measured: MeasuredOption | None) -> Candidate:
     """Return the record of an option, with its figures if it was measured."""
     usual = Plan().to_dict()
     values = {k: v for k, v in option.plan.to_dict().items() if k != "control" and v != usual[k]}
-    figures = {} if measured is None else measured.figures()
     control = option.plan.control
-    return Candidate(
+    found = Candidate(
         plan={"depth": option.plan.depth} | values,
         weight=None if control is None else control.weight,
         predicted_tau=round(option.tau, 3),
         round_seconds=round(option.loop.seconds, 7),
         predicted=round(option.predicted, 3),
         statistical=option.statistical,
-        **figures,
     )
+    if measured is None:
+        return found
+    speedup = measured.bootstrap.quotient(measured.speed, measured.plain)
+    figures = {
+        "tau": round(measured.tau, 3),
+        "tokens_per_second": round(measured.tokens_per_second, 3),
+        "speedup": round(speedup.value, 4),
+    }
+    if speedup.known:
+        figures |= {"low": round(speedup.low, 4), "high": round(speedup.high, 4)}
+    return found.model_copy(update=figures)
 
 
 def round_times(done: Sequence[BatchAnswer]) -> RoundTimes:
@@ -415,7 +426,7 @@ def chain_options(costs: Costs, loops: dict[int, RoundTimes], seen: Acceptance, 
     return [option(Plan(d), seen.chain(d), loop, seen.tokens, batch) for d, loop in enumerate(times)]
 
 
-def hopeful_trees(costs: Costs, chains: Sequence[Option], seen: Acceptance, batch: int) -> list[Tree]:
+def hopeful_trees(costs: Costs, chains: Sequence[Option], seen: Acceptance, batch: int) -> list[Option]:
     """Return for each size the tree that is best at the price of a chain's drafting, if it comes near the best chain.
 
     Without rates of a tree's children there are none.
@@ -423,21 +434,14 @@ def hopeful_trees(costs: Costs, chains: Sequence[Option], seen: Acceptance, batc
     wanted = _HOPEFUL * max(o.predicted for o in chains)
     hopeful = []
     for size in TREE_SIZES:
-        speeds: dict[Tree, float] = {}
+        sized = []
         for depth in range(1, len(seen.ranks) + 1):
             with suppress(BadInputError):  # no room for so many nodes
                 tree = best_tree(seen.ranks[:depth], size)
-                speeds[tree] = _cheap_option(costs, chains, tree, seen, batch).predicted
-        fastest = max(speeds, key=lambda tree: speeds[tree], default=None)
-        if fastest is not None and speeds[fastest] >= wanted:
-            hopeful.append(fastest)
+                loop = replace(chains[tree.depth].loop, seconds=costs.round_time(tree.depth, len(tree.parents)))
+                sized.append(option(Plan(tree=tree), tree.value(seen.ranks), loop, seen.tokens, batch))
+        hopeful += [fastest for fastest in best(sized, 1) if fastest.predicted >= wanted]
     return hopeful
-
-
-def _cheap_option(costs: Costs, chains: Sequence[Option], tree: Tree, seen: Acceptance, batch: int) -> Option:
-    """Return a tree as if its levels were drafted in the time of a chain's."""
-    loop = replace(chains[tree.depth].loop, seconds=costs.round_time(tree.depth, len(tree.parents)))
-    return option(Plan(tree=tree), tree.value(seen.ranks), loop, seen.tokens, batch)
 
 
 def best(options: Sequence[Option], count: int = _RACING) -> list[Option]:
@@ -470,18 +474,6 @@ class MeasuredOption:
     def over(self, other: MeasuredOption) -> Interval:
         """Return the quotient of its speed and that of `other`."""
         return self.bootstrap.quotient(self.speed, other.speed)
-
-    def figures(self) -> dict[str, float | None]:
-        """Return the measured fields of a `Candidate`."""
-        speedup = self.bootstrap.quotient(self.speed, self.plain)
-        low, high = (round(speedup.low, 4), round(speedup.high, 4)) if speedup.known else (None, None)
-        return {
-            "tau": round(self.tau, 3),
-            "tokens_per_second": round(self.tokens_per_second, 3),
-            "speedup": round(speedup.value, 4),
-            "low": low,
-            "high": high,
-        }
 
 
 def measured_options(

@@ -33,9 +33,10 @@ from outrider.common.server_process import python_of
 from outrider.costs.timing import threads
 from outrider.decode import Plan
 from outrider.eval.interleaved_runs import Racer, TimedCompletion, race
-from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records, summarise
+from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records
 from outrider.eval.reports.figures import Baselines
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
+from outrider.eval.summary import summarise
 from outrider.formats import export_drafter, launch
 from outrider.formats.draft_models import write_gguf
 from outrider.heads import Drafter, Fusion, Ngram, load_drafter

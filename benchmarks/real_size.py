@@ -37,10 +37,11 @@ from outrider.decode import Control, Costs, Decoder, Plan, Sampling
 from outrider.eval.acceptance import measure_acceptance
 from outrider.eval.generation_config import base_sampling
 from outrider.eval.interleaved_runs import TimedCompletion, race
-from outrider.eval.measure import Contestant, DecoderRacer, longest_first, make_records, summarise, warm_up
+from outrider.eval.measure import Contestant, DecoderRacer, longest_first, make_records, warm_up
 from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
+from outrider.eval.summary import summarise
 from outrider.eval.tuner import CONTROL_WEIGHT
 from outrider.heads import Drafter, Fusion, Ngram
 from outrider.recipes import EvalSpec

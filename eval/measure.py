@@ -9,15 +9,14 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
@@ -32,7 +31,7 @@ from ..common.values import printable_command
 from ..costs.counting import pass_bytes
 from ..costs.machine_speed import device_bandwidth, probe_bytes
 from ..costs.timing import threads
-from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
+from ..decode import Decoder, Plan, Sampling, Tree
 from ..heads import Drafter, DrafterConfig, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
@@ -43,25 +42,13 @@ from .batch_timing import batch_count, measure_batches
 from .generation_config import base_sampling, sampled_settings
 from .interleaved_runs import Racer, TimedCompletion, in_time, race
 from .reports.figures import (
-    ALL,
-    KINDS,
-    PHASES,
-    AcceptedFigure,
     Baselines,
     BatchFigures,
-    DepthFigure,
-    Figures,
-    GroupFigures,
-    Interval,
-    PlaceFigure,
     PromptRecord,
-    Ratio,
-    speed_ratio,
-    tau_ratio,
 )
 from .reports.report import DEFINITIONS, ENERGY, Conditions, ContestantInfo, Report, SuiteInfo
-from .reports.statistics import Bootstrap, strata_of
 from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
+from .summary import summarise, summarise_groups
 
 Part = TypeVar("Part")
 PLAIN, GENERATE = "plain", "transformers.generate"
@@ -114,136 +101,160 @@ def measure(
     entrants = [replace(c, plan=c.plan.within(settings.max_new_tokens)) for c in contestants]
     if all(c.drafter is not None for c in entrants):
         entrants.append(Contestant(PLAIN, None, Plan(depth=0)))
-    settings, jobs = sampled_settings(target, settings), make_jobs(suites, settings.limit)
-    if until is not None:
-        per_suite = [make_jobs([suite], settings.limit) for suite in suites]
-        jobs = [job for job in chain(*zip_longest(*per_suite)) if job is not None]
+    settings = sampled_settings(target, settings)
+    jobs = make_jobs(suites, settings.limit) if until is None else _in_turn(suites, settings.limit)
     _check(target, entrants, jobs, settings)
-    plain = next(c.name for c in entrants if c.drafter is None)
-    baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
     racers: list[Racer[PromptJob, TimedCompletion]] = [(racer or DecoderRacer)(target, c, settings) for c in entrants]
     if generate_baseline:
         racers.append(GenerateRacer(target, settings))
     meter = None if target.sharded else energy_meter(target.device)
     if meter is not None:
-        racers = [MeteredRacer(racer, meter) for racer in racers]
-    temperatures = list(dict.fromkeys(settings.temperatures))
+        racers = [MeteredRacer(one, meter) for one in racers]
+    run = _Measurement(target, entrants, racers, settings, console, until)
     with threads(settings.threads):
-        if console is not None:
-            announce(console, _announcement(racers, jobs, settings, until))
-        total = len(jobs) if any(job.prompt.later for job in jobs) else 0
-        with progress(console if total else None, "answering first turns", total, transient=True) as advance:
-            lengths = settings.max_new_tokens, settings.max_prompt_tokens
-            jobs = with_later_turns(target, jobs, *lengths, tick=lambda: advance(1, ""))
-        findings = list(_findings(target, entrants, jobs, settings)) if racer is None and until is None else []
-        first = jobs[:1] if until is None else [min(jobs, key=lambda job: job.length)]
-        if target.device.type == "cuda":  # what is captured for the longest prompt serves the others
-            first = longest_first(jobs)
-        recorded, repeats = partial(make_records, plain=plain, tokenizer=target.tokenizer), settings.repeats
-        jobs, records, rules = _race_at_each(temperatures, racers, jobs, recorded, repeats, console, until, first)
-        asked = Counter(job.suite for job in jobs if job.turn == 1)
-        suites = suites if until is None else [make_suite(s.name, s.prompts[: asked[s.name]]) for s in suites]
-        batches = [b for t in temperatures for b in _in_batches(target, entrants, jobs, t, settings, console)]
-        conditions = _conditions(target, suites, jobs, settings, temperatures)
+        run.announce(jobs)
+        jobs = run.with_later_turns(jobs)
+        findings = list(run.findings(jobs)) if racer is None and until is None else []
+        done = run.race(jobs)
+        batches = run.in_batches(done.jobs)
+        if until is not None:
+            asked = Counter(job.suite for job in done.jobs if job.turn == 1)
+            suites = [make_suite(s.name, s.prompts[: asked[s.name]]) for s in suites]
+        conditions = _conditions(target, suites, done.jobs, settings, run.temperatures)
         if racer is None:
             _measure_memory(target, conditions)
+    baselines = Baselines(plain=run.plain, generate=GENERATE if generate_baseline else None)
     return Report(
         conditions=conditions,
         definitions=DEFINITIONS | (ENERGY if meter is not None else {}),
         contestants=[_info(c) for c in entrants] + [ContestantInfo(name=GENERATE, kind="generate")] * generate_baseline,
         baselines=baselines,
-        figures=summarise(records, rules, baselines, settings.seed, conditions.floor),
+        figures=summarise(done.records, done.rules, baselines, settings.seed, conditions.floor),
         findings=findings,
-        groups=summarise_groups(records, baselines, settings.seed),
+        groups=summarise_groups(done.records, baselines, settings.seed),
         batches=batches,
-        records=records,
+        records=done.records,
     )
 
 
-def _announcement(
-    racers: Sequence[Racer[PromptJob, TimedCompletion]],
-    jobs: Sequence[PromptJob],
-    settings: EvalSpec,
-    until: float | None,
-) -> str:
-    """Return what will be measured, and for about how long: by one answer, of the last of our contestants."""
-    temperatures = list(dict.fromkeys(settings.temperatures))
-    turns = sum(1 + len(job.prompt.later) for job in jobs)
-    asked = f"{len(jobs)} prompts" + (f" of {turns} turns" if turns > len(jobs) else "")
-    by = f"{', '.join(racer.name for racer in racers)}, at temperature {' and '.join(f'{t:g}' for t in temperatures)}"
-    if until is not None:
-        left = duration(max(0.0, until - time.perf_counter()))
-        return f"measuring for about {left} a temperature: as many of {asked} as fit, with {by}"
-    answers = turns * len(racers) * len(temperatures) * settings.repeats
-    usual = sorted(jobs, key=lambda job: job.length)[len(jobs) // 2]
-    pace = next(r for r in reversed(racers) if r.name != GENERATE)(usual, temperatures[0]).seconds["total"]
-    times = "once" if settings.repeats == 1 else f"{settings.repeats} times"
-    took = duration(pace * (answers + turns - len(jobs)))
-    return (
-        f"measuring {asked} with {by}, {times}: {answers:,} answers of at most {settings.max_new_tokens} tokens, about "
-        f"{took} by the first answer (eval.limit takes fewer prompts of each suite)"
-    )
+def _in_turn(suites: Sequence[Suite], limit: int | None) -> list[PromptJob]:
+    """Return the prompts of each suite in turn, so that any first part holds some of all."""
+    per_suite = [make_jobs([suite], limit) for suite in suites]
+    return [job for job in chain(*zip_longest(*per_suite)) if job is not None]
 
 
-def _findings(
-    target: Target, entrants: Sequence[Contestant], jobs: Sequence[PromptJob], settings: EvalSpec
-) -> Iterator[str]:
-    """Yield a sentence for each drafter and temperature at which first drafts are not kept as often as p and q say."""
-    texts, sampling = [job for job in jobs if not job.prompt.images][:_CHECKED], base_sampling(target, settings)
-    for entrant in entrants:
-        decoder = Decoder(target, entrant.drafter, static=False)  # each round is looked at from the host
-        for t in settings.temperatures:
-            asked = texts, settings.max_new_tokens, replace(sampling, temperature=t), entrant.plan
-            if said := unexplained_drafts(decoder, *asked):
-                yield f"{entrant.name} at temperature {t:g}: {said}"
+@dataclass
+class _Raced:
+    """The prompts that were completed, their records, and verification rules by (contestant, temperature)."""
+
+    jobs: list[PromptJob]
+    records: list[PromptRecord]
+    rules: dict[tuple[str, float], str]
 
 
-def _in_batches(
-    target: Target,
-    entrants: Sequence[Contestant],
-    jobs: Sequence[PromptJob],
-    temperature: float,
-    settings: EvalSpec,
-    console: Console | None,
-) -> list[BatchFigures]:
-    """Return the figures of ragged batches, if `settings.batch_sizes` asks for some."""
-    if not settings.batch_sizes:
-        return []
-    decoders = [(c.name, Decoder(target, c.drafter), c.plan) for c in entrants]
-    total = batch_count(jobs, settings) * len(decoders) * settings.repeats
-    with progress(console, "measuring batches", total, transient=True) as advance:
-        return measure_batches(decoders, jobs, settings, temperature, tick=lambda: advance(1, ""))
+@dataclass
+class _Measurement:
+    """Contestants on one target, with what completes prompts for each of them."""
 
+    target: Target
+    entrants: Sequence[Contestant]
+    racers: Sequence[Racer[PromptJob, TimedCompletion]]
+    settings: EvalSpec
+    console: Console | None
+    until: float | None
 
-def _race_at_each(
-    temperatures: Sequence[float],
-    racers: Sequence[Racer[PromptJob, TimedCompletion]],
-    jobs: list[PromptJob],
-    recorded: Callable[..., list[PromptRecord]],
-    repeats: int,
-    console: Console | None,
-    until: float | None,
-    first: Sequence[PromptJob],
-) -> tuple[list[PromptJob], list[PromptRecord], dict[tuple[str, float], str]]:
-    """Return the jobs that were done, records of a race at each temperature, and rules by (contestant, temperature)."""
-    rules: dict[tuple[str, float], str] = {}
-    records: list[PromptRecord] = []
-    answers_in_all = len(temperatures) * len(racers) * (1 + len(jobs) * repeats)
-    with progress(console, "measuring", answers_in_all, transient=True) as advance:
-        for temperature in temperatures:
-            for racer in racers:
-                warm_up(racer, first, temperature)
-                advance(1, "")
-        for temperature in temperatures:
-            timely = jobs if until is None or records else in_time(jobs, until, len({job.suite for job in jobs}))
-            answers = race(racers, timely, temperature, repeats, lambda: advance(1, ""))
-            jobs = jobs[: len(answers[racers[0].name])]
-            records += recorded(answers, jobs, temperature)
-            for name, per_job in answers.items():
-                # An answer that ends with its first token has no rule.
-                ran = [answer.rule for repeats in per_job for answer in repeats if answer.rule != "none"]
-                rules[name, temperature] = ran[0] if ran else "none"
-    return jobs, records, rules
+    @property
+    def temperatures(self) -> list[float]:
+        """The temperatures that are measured, each once."""
+        return list(dict.fromkeys(self.settings.temperatures))
+
+    @property
+    def plain(self) -> str:
+        """The name of the plain target."""
+        return next(c.name for c in self.entrants if c.drafter is None)
+
+    def announce(self, jobs: Sequence[PromptJob]) -> None:
+        """Say what will be measured, and for about how long: by one answer, of the last of our contestants."""
+        if self.console is None:
+            return
+        turns = sum(1 + len(job.prompt.later) for job in jobs)
+        asked = f"{len(jobs)} prompts" + (f" of {turns} turns" if turns > len(jobs) else "")
+        heats = " and ".join(f"{t:g}" for t in self.temperatures)
+        by = f"{', '.join(racer.name for racer in self.racers)}, at temperature {heats}"
+        if self.until is not None:
+            left = duration(max(0.0, self.until - time.perf_counter()))
+            announce(self.console, f"measuring for about {left} a temperature: as many of {asked} as fit, with {by}")
+            return
+        repeats = self.settings.repeats
+        answers = turns * len(self.racers) * len(self.temperatures) * repeats
+        usual = sorted(jobs, key=lambda job: job.length)[len(jobs) // 2]
+        own = next(racer for racer in reversed(self.racers) if racer.name != GENERATE)
+        pace = own(usual, self.temperatures[0]).seconds["total"]
+        times = "once" if repeats == 1 else f"{repeats} times"
+        words = (
+            f"measuring {asked} with {by}, {times}: {answers:,} answers of at most {self.settings.max_new_tokens} "
+            f"tokens, about {duration(pace * (answers + turns - len(jobs)))} by the first answer (eval.limit takes "
+            "fewer prompts of each suite)"
+        )
+        announce(self.console, words)
+
+    def with_later_turns(self, jobs: list[PromptJob]) -> list[PromptJob]:
+        """Return the prompts with the later turns of conversations, for which the plain target answers the first."""
+        if not any(job.prompt.later for job in jobs):
+            return jobs
+        with progress(self.console, "answering first turns", len(jobs), transient=True) as advance:
+            lengths = self.settings.max_new_tokens, self.settings.max_prompt_tokens
+            return with_later_turns(self.target, jobs, *lengths, tick=lambda: advance(1, ""))
+
+    def findings(self, jobs: Sequence[PromptJob]) -> Iterator[str]:
+        """Yield a sentence for each drafter and temperature at which first drafts are not kept as p and q say."""
+        texts = [job for job in jobs if not job.prompt.images][:_CHECKED]
+        sampling = base_sampling(self.target, self.settings)
+        for entrant in self.entrants:
+            decoder = Decoder(self.target, entrant.drafter, static=False)  # each round is looked at from the host
+            for t in self.settings.temperatures:
+                asked = texts, self.settings.max_new_tokens, replace(sampling, temperature=t), entrant.plan
+                if found := unexplained_drafts(decoder, *asked):
+                    yield f"{entrant.name} at temperature {t:g}: {found}"
+
+    def race(self, jobs: list[PromptJob]) -> _Raced:
+        """Let all contestants complete the prompts in turns, at each temperature; as many as fit the time."""
+        repeats = self.settings.repeats
+        first = jobs[:1] if self.until is None else [min(jobs, key=lambda job: job.length)]
+        if self.target.device.type == "cuda":  # what is captured for the longest prompt serves the others
+            first = longest_first(jobs)
+        done = _Raced(jobs, [], {})
+        answers_in_all = len(self.temperatures) * len(self.racers) * (1 + len(jobs) * repeats)
+        with progress(self.console, "measuring", answers_in_all, transient=True) as advance:
+            for temperature in self.temperatures:
+                for racer in self.racers:
+                    warm_up(racer, first, temperature)
+                    advance(1, "")
+            for temperature in self.temperatures:
+                asked: Iterable[PromptJob] = done.jobs
+                if self.until is not None and not done.records:
+                    asked = in_time(jobs, self.until, len({job.suite for job in jobs}))
+                answers = race(self.racers, asked, temperature, repeats, lambda: advance(1, ""))
+                done.jobs = done.jobs[: len(answers[self.racers[0].name])]
+                done.records += make_records(answers, done.jobs, temperature, self.plain, self.target.tokenizer)
+                for name, per_job in answers.items():
+                    # An answer that ends with its first token has no rule.
+                    ran = [answer.rule for job in per_job for answer in job if answer.rule != "none"]
+                    done.rules[name, temperature] = ran[0] if ran else "none"
+        return done
+
+    def in_batches(self, jobs: Sequence[PromptJob]) -> list[BatchFigures]:
+        """Return the figures of ragged batches at every temperature, if `settings.batch_sizes` asks for some."""
+        if not self.settings.batch_sizes:
+            return []
+        decoders = [(c.name, Decoder(self.target, c.drafter), c.plan) for c in self.entrants]
+        total = batch_count(jobs, self.settings) * len(decoders) * self.settings.repeats
+        figures = []
+        for temperature in self.temperatures:
+            with progress(self.console, "measuring batches", total, transient=True) as advance:
+                tick = partial(advance, 1, "")
+                figures += measure_batches(decoders, jobs, self.settings, temperature, tick=tick)
+        return figures
 
 
 def contestants(target: Target, drafter: Drafter, settings: EvalSpec, plan: Plan | None = None) -> list[Contestant]:
@@ -283,8 +294,6 @@ def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[Prompt
     names = [c.name for c in entrants]
     if len(set(names)) < len(names) or GENERATE in names:
         raise BadInputError(f"contestants need names of their own, other than {GENERATE!r}; got {', '.join(names)}.")
-    if sum(c.drafter is None for c in entrants) > 1:
-        raise BadInputError("more than one contestant has no drafter; the plain target is measured once.")
     if not jobs:
         raise BadInputError("there are no prompts to measure on.")
     own = str(target.dtype).removeprefix("torch.")
@@ -559,194 +568,3 @@ def suite_info(suite: Suite, limit: int | None, later_turns: int | None = None) 
         later_turns=asked,
         unasked_turns=0 if later_turns is None else of - asked + suite.unasked,
     )
-
-
-def summarise(
-    records: Sequence[PromptRecord],
-    rules: dict[tuple[str, float], str],
-    baselines: Baselines,
-    seed: int = 0,
-    floor: float | None = None,
-) -> list[Figures]:
-    """Return figures for every contestant and temperature, on all suites together and on each.
-
-    Args:
-        rules: the verification rule by (contestant, temperature).
-        floor: the least seconds of a plain round (`Conditions.floor`); None where that is not known.
-    """
-    suites = list(dict.fromkeys(r.suite for r in records))
-    parts = {ALL: list(records)} | {suite: [r for r in records if r.suite == suite] for suite in suites}
-    temperatures = dict.fromkeys(r.temperature for r in records)
-    return [
-        figures
-        for suite, part in parts.items()
-        for temperature in temperatures
-        for figures in _figures_of(
-            [r for r in part if r.temperature == temperature], suite, temperature, rules, baselines, seed, floor
-        )
-    ]
-
-
-def _figures_of(
-    records: Sequence[PromptRecord],
-    suite: str,
-    temperature: float,
-    rules: dict[tuple[str, float], str],
-    baselines: Baselines,
-    seed: int,
-    floor: float | None,
-) -> list[Figures]:
-    """Return the figures of all contestants on the same prompts, compared by the same resamples."""
-    entries = _by_contestant(records)
-    generate = speed_ratio(entries[baselines.generate]) if baselines.generate else None
-    bootstrap = bootstrap_of(entries[baselines.plain], seed)
-
-    def figures(name: str, own: list[PromptRecord]) -> Figures:
-        drafted = [sum(r.drafted) for r in own]
-        accepted = Ratio([sum(r.accepted) for r in own], drafted)
-        speed, joules = speed_ratio(own), [r.joules for r in own if r.joules is not None]
-        ranges = dict.fromkeys(map(position_range, range(1, max(r.tokens for r in own) + 1)))
-        timed = [phase for phase in PHASES if all(phase in r.seconds for r in own)]
-        seconds = {phase: np.array([r.seconds[phase] for r in own]) for phase in timed}  # [N] each
-        return Figures(
-            **_of_requests(own, entries[baselines.plain], bootstrap) | {"suite": suite},
-            rule=rules[name, temperature],
-            acceptance_rate=bootstrap.ratio(accepted) if sum(drafted) else None,
-            alpha=_alpha(own, bootstrap),
-            accepted=_histogram(own, bootstrap) if sum(drafted) else [],
-            positions=_by_place([r.places(position_range) for r in own], ranges, bootstrap) if sum(drafted) else [],
-            kinds=_by_place([r.kinds or {} for r in own], KINDS, bootstrap) if sum(drafted) else [],
-            speedup_generate=None if generate is None else bootstrap.quotient(speed, generate),
-            floor_share=_floor_share(own, floor, bootstrap) if name == baselines.plain and "verify" in timed else None,
-            joules_per_token=bootstrap.ratio(Ratio(joules, speed.numerators)) if len(joules) == len(own) else None,
-            seconds={phase: float(np.sum(spent)) for phase, spent in seconds.items()},
-            milliseconds_per_token={
-                phase: bootstrap.ratio(Ratio(1000 * spent, speed.numerators)) for phase, spent in seconds.items()
-            },
-        )
-
-    return [figures(name, own) for name, own in entries.items()]
-
-
-def _by_contestant(records: Sequence[PromptRecord]) -> dict[str, list[PromptRecord]]:
-    """Return each contestant's records, suite by suite, as strata are."""
-    entries: dict[str, list[PromptRecord]] = {}
-    for record in sorted(records, key=lambda r: r.suite):
-        entries.setdefault(record.contestant, []).append(record)
-    return entries
-
-
-def _of_requests(own: Sequence[PromptRecord], plain: Sequence[PromptRecord], bootstrap: Bootstrap) -> dict[str, Any]:
-    """Return the fields of `RequestFigures`, of one contestant's requests beside the plain target's."""
-    judged = [r.identical for r in own if r.identical is not None]
-    rounds, speed = sum(len(r.accepted) for r in own), speed_ratio(own)
-    return {
-        "contestant": own[0].contestant,
-        "temperature": own[0].temperature,
-        "suite": own[0].suite,
-        "num_prompts": len(own),
-        "num_rounds": rounds,
-        "num_tokens": sum(r.tokens for r in own),
-        "tau": bootstrap.ratio(tau_ratio(own)) if rounds else None,
-        "tokens_per_second": bootstrap.ratio(speed),
-        "speedup": bootstrap.quotient(speed, speed_ratio(plain)),
-        "identical": sum(judged) if judged else None,
-    }
-
-
-def bootstrap_of(records: Sequence[PromptRecord], seed: int) -> Bootstrap:
-    """Return resamples of prompts, suite by suite; the turns and contexts of a conversation are drawn together."""
-    places = {one: place for place, one in enumerate(dict.fromkeys(r.drawn for r in records))}
-    return Bootstrap(strata_of([suite for suite, _ in places]), seed=seed, clusters=[places[r.drawn] for r in records])
-
-
-MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
-SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}  # its tasks beside MT-Bench
-_ONLY_SPEC_BENCH = {"translation", "math_reasoning"}
-_MOST_GROUPS = 40  # more are no categories, but labels of single rows
-
-
-def groups_of(record: PromptRecord, categories: set[str]) -> dict[str, str]:
-    """Return the groups that a record belongs to, by kind, in a suite of these categories.
-
-    In Spec-Bench a category of MT-Bench's is a part of the task "mt_bench": so it counts its six tasks (arXiv
-    2401.07851, its own evaluation). It is recognised by a task that other suites with such categories do not have.
-    """
-    found, turn = {}, {"turn": f"turn {record.turn}"}
-    if record.category is not None:
-        is_spec_bench = categories <= MT_BENCH | SPEC_BENCH and not categories.isdisjoint(_ONLY_SPEC_BENCH)
-        if is_spec_bench and categories & MT_BENCH:
-            found["task"] = "mt_bench" if record.category in MT_BENCH else record.category
-        if found.get("task") != record.category:
-            found["category"] = record.category
-    return found | turn
-
-
-def summarise_groups(records: Sequence[PromptRecord], baselines: Baselines, seed: int = 0) -> list[GroupFigures]:
-    """Return the figures by task, category and turn, of suites that have several, and no more than `_MOST_GROUPS`."""
-    categories: dict[str, set[str]] = {}
-    for record in records:
-        categories.setdefault(record.suite, set()).update([record.category] if record.category else [])
-    parts: dict[tuple[str, float, str], dict[str, list[PromptRecord]]] = {}
-    for record in records:
-        for by, group in groups_of(record, categories[record.suite]).items():
-            parts.setdefault((record.suite, record.temperature, by), {}).setdefault(group, []).append(record)
-    found = []
-    for (_, _, by), groups in parts.items():
-        for group, part in groups.items() if 1 < len(groups) <= _MOST_GROUPS else ():
-            entries = _by_contestant(part)
-            plain = entries[baselines.plain]
-            bootstrap = bootstrap_of(plain, seed)
-            found += [
-                GroupFigures(**_of_requests(own, plain, bootstrap), by=by, group=group) for own in entries.values()
-            ]
-    return found
-
-
-def _alpha(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[DepthFigure]:
-    counts = []
-    for record in records:
-        rounds = zip(record.drafted, record.accepted, record.tried or record.drafted, strict=True)
-        found = depth_counts([Round(drafted, kept, kept + 1, tried) for drafted, kept, tried in rounds])
-        counts.append(dict(enumerate(found, 1)))
-    depths = range(1, max(map(len, counts), default=0) + 1)
-    return [DepthFigure(depth=d, **found) for d, found in _alphas(counts, depths, bootstrap) if found["reached"]]
-
-
-def _alphas(
-    counts: Sequence[Mapping[Part, tuple[int, int]]], parts: Iterable[Part], bootstrap: Bootstrap
-) -> Iterator[tuple[Part, dict[str, Any]]]:
-    """Yield how often each part was reached and kept, by the counts of each record, and alpha with its interval."""
-    for part in parts:
-        reached, kept = np.array([of.get(part, (0, 0)) for of in counts]).T  # [N] each
-        alpha = bootstrap.ratio(Ratio(kept, reached))
-        yield part, {"reached": int(reached.sum()), "kept": int(kept.sum()), "alpha": alpha}
-
-
-def _floor_share(records: Sequence[PromptRecord], floor: float | None, bootstrap: Bootstrap) -> Interval | None:
-    if floor is None or not any(r.accepted for r in records):
-        return None
-    least = np.array([floor * len(r.accepted) for r in records])
-    return bootstrap.ratio(Ratio(least, [r.seconds["verify"] for r in records]))
-
-
-def position_range(place: int) -> str:
-    """Return the name of the range of a place in an answer, counted from 1: `1–16`, `17–32`, `33–64` and so on."""
-    last = max(16, 1 << (place - 1).bit_length())
-    return f"{last // 2 + 1 if last > 16 else 1}–{last}"
-
-
-def _by_place(
-    counts: Sequence[Mapping[str, tuple[int, int]]], parts: Iterable[str], bootstrap: Bootstrap
-) -> list[PlaceFigure]:
-    return [PlaceFigure(part=part, **found) for part, found in _alphas(counts, parts, bootstrap)]
-
-
-def _histogram(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[AcceptedFigure]:
-    most = max((a for r in records for a in r.accepted), default=0)
-    counts = np.array([[r.accepted.count(a) for r in records] for a in range(most + 1)])  # [accepted, N]
-    rounds = counts.sum(0)
-    return [
-        AcceptedFigure(accepted=a, rounds=int(row.sum()), share=bootstrap.ratio(Ratio(row, rounds)))
-        for a, row in enumerate(counts)
-    ]

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ..common import BadInputError
 from ..decode import Decoder, Plan
-from ..eval.measure import Contestant, bootstrap_of, measure
+from ..eval.measure import Contestant, measure
 from ..eval.reports.figures import DepthFigure, Interval, speed_ratio, tau_ratio
 from ..eval.suites import Suite, check_lengths, make_jobs, with_later_turns
+from ..eval.summary import bootstrap_of
 from ..heads import Abilities, Drafter, Proposal, Session
 from ..heads.session import Choose, Ended
 from ..recipes import EvalSpec

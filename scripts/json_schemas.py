@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_type_hints
@@ -45,25 +46,38 @@ def fields_of(result: type, *names: str) -> dict[str, Any]:
     return {name: known[name] for name in names or declared}
 
 
-_COUNTS = dict[str, int | float]
 _REPORT = ("created", "conditions", "contestants", "baselines", "figures", "groups", "batches")
-_PAIR = {
-    "name": str,
-    "version": int,
-    "digest": str,
-    "target": str,
-    "drafter": str,
-    "lineage": Lineage,
-    "headline": list[Headline],
-}
-_VERSION = _PAIR | {"revision": int, "created": str, "tuned": list[str]}
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """A pair in short: what it is, where it comes from, and what it achieved."""
+
+    name: str
+    version: int
+    digest: str
+    target: str
+    drafter: str
+    lineage: Lineage
+    headline: list[Headline]
+
+
+@dataclass(frozen=True)
+class PairVersion(PairFacts):
+    """A version of a pair in a registry."""
+
+    revision: int
+    created: str
+    tuned: list[str]
+
+
 REPORT: Fields = {"folder": str, **fields_of(Report, *_REPORT), "remarks": list[str], "decision": str}
-PAIR: Fields = {"folder": str, **_PAIR}
+PAIR: Fields = {"folder": str, **fields_of(PairFacts)}
 
 # The fields of every answer that needs no torch, by the verb that gives it; `_with_torch` has the others.
 ANSWERS: dict[str, Any] = {
     "error": {"error": str},
-    "distill": {"folder": str, "counts": _COUNTS},
+    "distill": {"folder": str, "counts": dict[str, int | float]},
     "train": {"drafter": str, "adapter": str | None, "steps": int, "metrics": dict[str, Any]},
     "eval": REPORT,
     "compare": REPORT,
@@ -72,7 +86,7 @@ ANSWERS: dict[str, Any] = {
     "pair-verify": {"folder": str, "intact": bool, "differences": list[str], "signer": str | None},
     "pair-push": {"registry": str, "name": str, "version": int, "revision": int, "digest": str},
     "pair-pull": PAIR,
-    "pair-log": {"registry": str, "versions": list[create_model("PairVersion", **_VERSION)]},  # type: ignore[call-overload]
+    "pair-log": {"registry": str, "versions": list[PairVersion]},
     "pair-diff": {"one": str, "other": str, "differences": dict[str, list[str]]},
     "refresh": PAIR,
     "gate": fields_of(GateResult),

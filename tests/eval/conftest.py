@@ -10,10 +10,10 @@ import pytest
 from outrider.common import BadInputError
 from outrider.distill.prompt_table import Prompt
 from outrider.eval import PromptRecord, Report
-from outrider.eval.measure import summarise
 from outrider.eval.reports.figures import PHASES, Baselines
 from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
 from outrider.eval.suites import Suite, make_suite
+from outrider.eval.summary import summarise
 from outrider.eval.tuning_record import BatchTuning, Candidate, CostRecord, Tuning
 from outrider.targets import Target
 

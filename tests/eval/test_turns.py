@@ -17,10 +17,11 @@ from outrider.distill.conversation import next_question
 from outrider.distill.recipe_prompts import PromptReading, collect
 from outrider.eval import Ratio, Report
 from outrider.eval.generation_config import base_sampling
-from outrider.eval.measure import Contestant, GenerateRacer, groups_of, measure, suite_info, summarise_groups
+from outrider.eval.measure import Contestant, GenerateRacer, measure, suite_info
 from outrider.eval.reports.render import markdown
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import checked_for_leaks, load_suites, make_jobs, suites_of, with_later_turns
+from outrider.eval.summary import groups_of, summarise_groups
 from outrider.heads import Ngram
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

@@ -8,8 +8,7 @@ from outrider.eval import Report
 from outrider.eval.reports.render import write_report
 from outrider.lab.json_bodies import BODIES
 
-from ..scripts.conftest import Command, succeeded
-from ..scripts.test_answers import answer
+from ..scripts.conftest import Command, answer, succeeded
 
 
 def test_the_answers_about_a_tuned_pair(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:

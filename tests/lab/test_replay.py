@@ -6,9 +6,9 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
-from outrider.eval.measure import _alpha
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import make_jobs
+from outrider.eval.summary import _alpha
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config
 from outrider.lab.replay import ReplayDrafter, acceptance_rates, replay
 from outrider.recipes import EvalSpec

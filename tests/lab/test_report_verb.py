@@ -14,7 +14,7 @@ from outrider.lab.trend import by_version
 from outrider.scripts.cli import app
 
 from ..eval.conftest import make_report
-from ..scripts.test_answers import answer
+from ..scripts.conftest import answer
 
 
 def outrider(*words: object) -> Result:

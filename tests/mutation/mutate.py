@@ -82,7 +82,7 @@ MODULES = {
     "contents": Module("pair/contents.py", ("tests/pair/test_pair.py", "tests/pair/test_tuning.py")),
     "folder": Module("pair/folder.py", ("tests/pair/test_pair.py", "tests/pair/test_verify.py")),
     "manifest": Module("pair/manifest.py", ("tests/pair/test_manifest.py", "tests/pair/test_tuning.py")),
-    "tuning": Module("eval/tuning_record.py", ("tests/eval/test_tuning.py", "tests/pair/test_manifest.py")),
+    "tuning": Module("eval/tuning_record.py", ("tests/eval/test_tuning_record.py", "tests/pair/test_manifest.py")),
     "calibration": Module("pair/calibration.py", ("tests/pair/test_calibration.py",)),
     "new": Module("pair/new.py", ("tests/pair/test_new.py", "tests/pair/test_pair.py")),
 }

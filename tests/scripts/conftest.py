@@ -6,12 +6,14 @@ import json
 import subprocess
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 import yaml
+from jsonschema import Draft202012Validator
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
@@ -19,6 +21,7 @@ from outrider.heads import Ngram
 from outrider.pair import new_pair
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
+from outrider.scripts.json_schemas import schemas
 from outrider.targets import Target
 
 from ..forked import Forked
@@ -41,6 +44,23 @@ def failed(result: Result, *said: str) -> None:
     assert result.exit_code == 2, result.output
     stderr = " ".join(result.stderr.split())
     assert [w for w in said if w not in stderr] == [], stderr
+
+
+all_schemas = cache(schemas)
+
+
+@cache
+def validator(name: str) -> Draft202012Validator:
+    return Draft202012Validator(all_schemas()[f"{name}.json"])
+
+
+def answer(kind: str, result: Result, code: int = 0) -> dict[str, Any]:
+    """The answer on stdout, which is nothing else, and valid."""
+    assert result.exit_code == code, (result.output, result.exception)
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert (found["schema"], found["exit_code"]) == (f"outrider.{kind}/1", code)
+    validator(kind).validate(found)
+    return found
 
 
 def all_verbs() -> set[str]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Command, failed, succeeded, words
-from .test_answers import answer
+from .conftest import Command, answer, failed, succeeded, words
 
 
 @pytest.fixture

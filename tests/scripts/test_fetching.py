@@ -21,8 +21,7 @@ from outrider.targets import Target
 from outrider.targets.gguf_models import RECORD, converted
 from outrider.targets.model_folder import FETCHED
 
-from .conftest import Command
-from .test_answers import answer
+from .conftest import Command, answer
 
 NAME = "smollm2"
 

@@ -6,43 +6,24 @@ import json
 import shlex
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from jsonschema import Draft202012Validator
-from typer.testing import Result
 
 from outrider.common.digests import CHECKSUM
 from outrider.scripts.help_examples import EXAMPLES as OWN_EXAMPLES
-from outrider.scripts.json_schemas import ANSWERS, all_answers, schemas, write_schemas
+from outrider.scripts.json_schemas import ANSWERS, all_answers, write_schemas
 from outrider.scripts.verb_group import verb_groups
 
-from .conftest import Command, all_verbs, succeeded, verb_of
+from .conftest import Command, all_schemas, all_verbs, answer, succeeded, validator, verb_of
 
 EXAMPLES = dict(OWN_EXAMPLES)
 OWN = set(all_answers())
 for _group in verb_groups().values():
     EXAMPLES |= {verb: list(lines) for verb, lines in _group.examples.items()}
     OWN -= _group.bodies().keys()
-
-all_schemas = cache(schemas)
-
-
-@cache
-def validator(name: str) -> Draft202012Validator:
-    return Draft202012Validator(all_schemas()[f"{name}.json"])
-
-
-def answer(kind: str, result: Result, code: int = 0) -> dict[str, Any]:
-    """The answer on stdout, which is nothing else, and valid."""
-    assert result.exit_code == code, (result.output, result.exception)
-    found: dict[str, Any] = json.loads(result.stdout)
-    assert (found["schema"], found["exit_code"]) == (f"outrider.{kind}/1", code)
-    validator(kind).validate(found)
-    return found
 
 
 def test_every_schema_can_be_written_to_a_folder(tmp_path: Path) -> None:
@@ -127,7 +108,7 @@ def test_what_went_wrong_is_an_answer_too(outrider: Command, tmp_path: Path) -> 
 
 def test_every_answer_is_shown_by_a_test() -> None:
     serving = Path(__file__).parents[1] / "serving"
-    beside = [Path(__file__).with_name(f"test_{name}.py") for name in ("pair_registry", "doors", "fetching")]
+    beside = [Path(__file__).with_name(f"test_{name}.py") for name in ("pair_registry", "export_cli", "fetching")]
     files = [Path(__file__), *beside, *sorted(serving.glob("test_*.py"))]
     source = "".join(file.read_text(encoding="utf-8") for file in files)
     assert [kind for kind in OWN if f'answer("{kind}"' not in source] == []

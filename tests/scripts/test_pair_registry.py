@@ -15,8 +15,7 @@ from outrider.targets import Target
 from outrider.targets.fingerprint import digest_file
 
 from ..eval.conftest import make_tuning
-from .conftest import Command, failed, words
-from .test_answers import answer
+from .conftest import Command, answer, failed, words
 
 
 @pytest.fixture

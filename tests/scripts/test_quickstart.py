@@ -25,7 +25,7 @@ from outrider.targets import embedded_path
 
 TRAINED: dict[str, Any] = {"prompts": 8, "least_prompts": 8, "refresh_share": 0.75, "new_tokens": 8}
 TRAINED |= {"train_seconds": 3.0, "refresh_seconds": 3.0}  # the pass for the features counts
-MEASURED: dict[str, Any] = {"suite_prompts": 2, "suite_tokens": 6, "repeats": 1, "gate_prompts": 14}
+MEASURED: dict[str, Any] = {"suite_prompts": 2, "suite_tokens": 6, "gate_prompts": 14}
 TUNED: dict[str, Any] = {"tune_prompts": 2, "tune_tokens": 6}
 CHANGED: dict[str, Any] = {"lora_steps": 2, "lora_rows": 2, "lora_length": 16}
 TINY = QuickstartBudget(**TRAINED, **MEASURED, **TUNED, **CHANGED)

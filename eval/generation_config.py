@@ -1,4 +1,4 @@
-"""The sampling of a measurement: temperatures alone, or what the target's own generation_config.json says."""
+"""The sampling of a measurement: temperatures alone, or those of the target's own generation_config.json."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def base_sampling(target: Target, settings: EvalSpec) -> Sampling:
     made |= {ours: tuple(map(_frozen, values[k])) for k, ours in _TOKENS.items() if k in values}
     if values.get("do_sample"):
         made |= {"temperature": 1.0} | {k: values[k] for k in _SAMPLED if k in values}
-        made["top_k"] = made.get("top_k") or None  # 0 is none
+        made["top_k"] = made.get("top_k") or None  # 0 keeps all tokens
     return Sampling(seed=settings.seed, **made)
 
 

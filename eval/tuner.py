@@ -69,7 +69,7 @@ def tune(
     console: Console | None = None,
     statistical: Sequence[dict[str, Any]] = STATISTICAL,
 ) -> Tuning:
-    """Return the fastest plan for each batch size, and the measurements behind the choice.
+    """Return the fastest plan for each batch size, and the measurements that led to it.
 
     Args:
         settings: one of `temperatures`, `max_new_tokens`, `repeats`, `threads` and `seed` are used; `limit` cuts each
@@ -127,7 +127,7 @@ def best_chain(
     times: ChainTimes | None = None,
     most: int = DEEPEST,
 ) -> tuple[Option, Option, ChainTimes]:
-    """Return the chain that is predicted to be the fastest, the plain target, and the times behind both.
+    """Return the chain that is predicted to be the fastest, the plain target, and the times of both.
 
     At batch size 1 and the first temperature of `settings`. `times` are a drafter's of the same shape; None to take
     them now. `most`: drafts in a chain. Raises as `tune` does.
@@ -226,7 +226,7 @@ class _Tuner:
         )
 
     def batch(self, size: int) -> BatchTuning:
-        """Return the fastest plan at one batch size, and the measurements behind the choice."""
+        """Return the fastest plan at one batch size, and the measurements that led to it."""
         groups = [[job] for job in self.jobs]
         if size > 1:
             groups = make_groups(self.jobs, size, _LEAST_GROUPS, self.settings.seed)
@@ -429,7 +429,7 @@ def chain_options(costs: Costs, loops: dict[int, RoundTimes], seen: Acceptance, 
 def hopeful_trees(costs: Costs, chains: Sequence[Option], seen: Acceptance, batch: int) -> list[Option]:
     """Return for each size the tree that is best at the price of a chain's drafting, if it comes near the best chain.
 
-    Without rates of a tree's children there are none.
+    Empty without rates of a tree's children.
     """
     wanted = _HOPEFUL * max(o.predicted for o in chains)
     hopeful = []

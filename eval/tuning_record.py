@@ -16,7 +16,7 @@ from .reports.figures import Seconds
 
 
 class Part(ForeignModel):
-    """A part of pair.json; a key that the schema does not know is refused."""
+    """A part of pair.json; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

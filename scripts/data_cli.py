@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..targets.images import ImageReader
 
 LEARNT, READ, NOTE = "green", "dim", "magenta"
-_LONGEST = 1500  # characters of a text that nobody learns; of longer ones the middle is left out
+_LONGEST = 1500  # characters of a text that is not learnt; of longer ones the middle is left out
 
 Template = Annotated[
     list[str] | None,

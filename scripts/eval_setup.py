@@ -65,7 +65,7 @@ class EvalSetup:
         """Raise BadInputError if a report in `folder` is about another drafter than this one."""
         try:
             known = Report.load(folder)
-        except BadInputError:  # there is none, or it is damaged
+        except BadInputError:  # no report, or a damaged one
             return
         if self.drafter.digest() not in {one.digest for one in known.contestants}:
             raise BadInputError(
@@ -89,7 +89,7 @@ class EvalSetup:
     def sized(self, difference: float, console: Console | None = None) -> tuple[EvalSetup, str]:
         """Return this setup with the prompts that four of five runs need to find a relative difference, and why.
 
-        A first look at a few prompts of each suite tells how far τ and the speedup differ between prompts.
+        A first look at a few prompts of each suite shows how far τ and the speedup differ between prompts.
         """
         quick = {"limit": _TRIED, "temperatures": self.settings.temperatures[:1], "repeats": 1, "baselines": []}
         look = replace(self, settings=self.settings.model_copy(update=quick), tuned=None, with_generate=False)
@@ -298,7 +298,7 @@ _ENGINE = ("target.engine.python", "target.engine.arguments")
 
 
 def _engine_asked(recipe: Recipe, asked: EvalOptions, folder: Path) -> EngineSpec:
-    """Return the engine that the caller names: a pair's recipe decides for nobody which programs run."""
+    """Return the engine that the caller names: no pair's recipe decides which programs run."""
     named, own = {_key(change) for change in asked.changes}, recipe.target.engine
     if own is None or _ENGINE[0] not in named:
         raise BadInputError(

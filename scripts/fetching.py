@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Steps(dict[str, float]):
-    """The seconds of each step, by its name; each is said when it ends."""
+    """The seconds of each step, by its name; each is printed when it ends."""
 
     def __init__(self, console: Console):
         super().__init__()

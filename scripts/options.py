@@ -91,7 +91,7 @@ def recipes_of(words: list[str]) -> list[Recipe]:
 
 
 def pair_of(folder: Path) -> Pair:
-    """Return the pair in a folder; what is none is refused at once, before the seconds that importing torch takes."""
+    """Return the pair in a folder. Anything else is refused before torch is imported, which takes seconds."""
     from ..pair import PairFiles
 
     PairFiles.load(folder)

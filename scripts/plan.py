@@ -33,7 +33,7 @@ _WORDS = {
 
 
 def read_launch(file: Path) -> tuple[int, str]:
-    """Return the processes and the sharding of an `accelerate config` file. BadInputError: it is none."""
+    """Return the processes and the sharding of an `accelerate config` file. BadInputError: another file."""
     try:
         values = parse_yaml(read_text(file, YAML.num_bytes), str(file))
     except (OSError, BadInputError) as error:

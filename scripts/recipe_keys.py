@@ -43,7 +43,7 @@ class RecipeKey:
 
 
 def explain(path: str) -> list[RecipeKey]:
-    """Return the key at a dotted path, and all keys below it. BadInputError: there is none, but perhaps a near one."""
+    """Return the key at a dotted path, and all keys below it. BadInputError names the nearest known key."""
     section, _, name = path.partition(".")
     if section == "drafter" and name:
         return _of_drafters(name)

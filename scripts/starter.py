@@ -38,7 +38,7 @@ _RECURRENT = ("linear_attention", "mamba", "conv", "recurrent")  # kinds of laye
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model's config.json says of it; 0 for what it does not say."""
+    """The facts in a model's config.json; 0 for those that it lacks."""
 
     hidden: int
     layers: int

@@ -47,7 +47,7 @@ class Interval:
         return "–" if math.isnan(self.value) else f"{self.value:.{decimals}f}{unit}"
 
     def bounds(self, decimals: int = 2) -> str:
-        """Return `[1.38, 1.46]`; nothing where there is no interval, `[all alike]` for one that says nothing."""
+        """Return `[1.38, 1.46]`; nothing where there is no interval, `[all alike]` where all prompts gave the same."""
         if self.has_no_width:
             return "[all alike]"
         return f"[{self.low:.{decimals}f}, {self.high:.{decimals}f}]" if self.known else ""
@@ -59,7 +59,7 @@ class Interval:
 
     @property
     def has_no_width(self) -> bool:
-        """Whether all prompts gave the same figure, so that the interval says nothing about other prompts."""
+        """Whether all prompts gave the same figure, so that the interval does not cover other prompts."""
         return self.known and math.isclose(self.low, self.high, rel_tol=1e-9)
 
     @property
@@ -245,7 +245,7 @@ class Figures(RequestFigures):
 
 
 class GroupFigures(RequestFigures):
-    """The figures of a part of a suite; `by` tells parts apart: category, task (Spec-Bench's six), or turn."""
+    """The figures of a part of a suite; `by` is the kind of part: category, task (Spec-Bench's six), or turn."""
 
     by: str
     group: str

@@ -1,4 +1,4 @@
-"""The regression gate: tells whether τ fell beyond a tolerance, with confidence.
+"""The regression gate: whether τ fell beyond a tolerance, with confidence.
 
 It fails only on evidence. With too few prompts it passes, with a warning that says how many would do; every verdict
 says how large a drop it would have detected. τ needs no clock, so a pair's calibration prompts, which were only
@@ -359,7 +359,7 @@ def _remarks(report: Report, baseline: Report, new: str, old: str) -> list[str]:
 
 
 def to_junit(result: GateResult) -> str:
-    """Return JUnit's XML with one test case per temperature, which says in its output why it failed or passed."""
+    """Return JUnit's XML with one test case per temperature, whose output is the finding."""
     failures = sum(finding.conclusion == FAILED for finding in result.findings)
     counts = {"name": "outrider gate", "tests": str(len(result.findings)), "failures": str(failures)}
     suites = ElementTree.Element("testsuites", counts)

@@ -71,7 +71,7 @@ def rows(
 
     Args:
         marks: by name, figures and their colours; None for a line that stays empty.
-        legend: what each colour means; () where the page says so.
+        legend: what each colour means; () where the page has one.
     """
     high = max([least + 0.5, 1.0, *(top_of(value) for of in marks.values() for value, _ in of if value is not None)])
     most = nice_limit(high)
@@ -215,7 +215,7 @@ _SHAPE_RULES = (
 
 
 def standalone(svg: str) -> str:
-    """Return a plot as a file of its own, in the page's colours, light or dark. Some viewers know no variables."""
+    """Return a plot as a file of its own, in the page's colours, light or dark. Some viewers support no variables."""
     light = _rules("#fdfdfc", "#1c1e21", "#585d66", "#e8eaee", _LIGHT)
     dark = _rules("#15171a", "#e7e9ec", "#a3a9b3", "#2a2e35", _DARK)
     style = f"<style>{light} {_SHAPE_RULES} @media (prefers-color-scheme: dark){{{dark}}}</style>"

@@ -56,6 +56,7 @@ EXTRAS = {
     "fast": Extra("kernels of the fast pass, on CUDA", ("triton",)),
     "liger": Extra("losses in fewer passes, on CUDA", ("liger_kernel",)),
     "dev": Extra("the tests (./scripts/test)", ("pytest", "xdist", "ruff", "mypy")),
+    "docs": Extra("the site of these pages, and the notebooks", ("mkdocs", "mkdocstrings", "nbclient", "ipykernel")),
     "mutation": Extra("tests of the tests (tests/mutation)", ("mutmut",)),
 }
 

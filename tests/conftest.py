@@ -161,7 +161,7 @@ def place_of(variable: str, what: str) -> Path:
     """Return the path that an environment variable holds: the `served` group is for those who have an engine."""
     found = os.environ.get(variable)
     if not found:
-        pytest.fail(f"{variable} must name {what}; see docs/guides/served.md.")
+        pytest.fail(f"{variable} must name {what}; see CONTRIBUTING.md.")
     return Path(found)
 
 

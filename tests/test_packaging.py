@@ -100,7 +100,7 @@ def test_constraints_pin_every_direct_dependency_exactly() -> None:
     assert all(pin.count("==") == 1 and "+" not in pin for pin in pins)
     pinned = {normalised(pin.partition("==")[0]) for pin in pins}
     extras = PROJECT["project"]["optional-dependencies"]
-    chosen = ("dev", "wandb", "deepspeed", "tensorboard", "trackio", "liger", "mutation")
+    chosen = ("dev", "wandb", "deepspeed", "tensorboard", "trackio", "liger", "mutation", "docs")
     wanted = [*PROJECT["project"]["dependencies"], *(each for extra in chosen for each in extras[extra])]
     assert [w for w in wanted if normalised(re.split("[>=[]", w)[0].strip()) not in pinned] == []
 

@@ -42,6 +42,7 @@ def test_every_address_is_of_the_one_repository() -> None:
     urls = PROJECT["urls"]
     assert set(urls) == {"Source", "Documentation", "Changelog", "Issues"}
     links = [link["url"] for link in yaml.safe_load((TEMPLATES / "config.yml").read_text())["contact_links"]]
+    assert urls.pop("Documentation") == yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)["site_url"]
     assert [url for url in [*urls.values(), *links] if not url.startswith(urls["Source"])] == []
     pages = [url.partition("/blob/main/")[2] for url in urls.values() if "/blob/main/" in url]
     assert [page for page in pages if not (ROOT / page).is_file()] == []

@@ -1,7 +1,7 @@
 """Served equals measured, in a real vLLM: `OUTRIDER_VLLM_PYTHON=/path/to/its/environment ./scripts/test -m served`.
 
 OUTRIDER_SERVED_PAIRS names a folder of pairs to serve (`FOLDER/NAME/pair`, float32, of one target); without it a small
-head is trained here, for some minutes. docs/guides/served.md says how the environment is made.
+head is trained here, for some minutes. CONTRIBUTING.md says how the environment is made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Served equals measured, in a real llama.cpp: `OUTRIDER_LLAMA_SERVER=/path/to/llama-server ./scripts/test -m served`.
 
-docs/guides/served.md says how it is built.
+CONTRIBUTING.md says how it is built.
 """
 
 from __future__ import annotations

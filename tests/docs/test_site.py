@@ -1,0 +1,115 @@
+"""The site: built strictly, nothing asked of other servers, each page as Markdown beside its HTML."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+from outrider.common.runtime import installed_version
+
+from ..scripts.conftest import all_verbs, verb_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = set(re.findall(r"([\w/-]+\.md)$", nav, flags=re.MULTILINE))
+    pages = {file.relative_to(ROOT / "docs").as_posix() for file in (ROOT / "docs").rglob("*.md")}
+    assert pages - listed == set()
+
+
+def test_troubleshooting_has_every_class_of_error_with_its_exit_code() -> None:
+    page = subprocess.check_output([sys.executable, ROOT / "docs/site/troubleshooting.py"], text=True)
+    assert re.search(r"unknown key ….*\(exit code 2\)", page)
+    assert {f"(exit code {code})" for code in (2, 3)} <= set(re.findall(r"\(exit code \d\)", page))
+    assert len(page.splitlines()) > 500
+    for heading in ("vLLM", "SGLang", "llama.cpp", "accelerate and torch", "DeepSpeed"):
+        assert f"## {heading}\n" in page
+
+
+class Links(HTMLParser):
+    """Everything that a page refers to, what a browser loads by itself, and the places inside it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.links, self.loaded, self.places = set[str](), set[str](), set[str]()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.places |= {found[name] for name in ("id", "name") if name in found}
+        self.links |= {found[name] for name in ("href", "src") if found.get(name)}
+        loads = tag in ("script", "img", "iframe", "source") or (tag == "link" and found.get("rel") != "canonical")
+        self.loaded |= {found[name] for name in ("href", "src") if loads and found.get(name)}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not all(map(installed_version, ("mkdocs-material", "mkdocstrings-python"))):
+        pytest.skip("needs the extra `docs`")
+    place = tmp_path_factory.mktemp("site")
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", place], cwd=ROOT, check=True)
+    return place
+
+
+def pages_of(site: Path) -> Iterator[tuple[Path, Links]]:
+    return ((file, Links(file.read_text(encoding="utf-8"))) for file in site.rglob("*.html"))
+
+
+@pytest.mark.slow
+def test_links_of_the_site_lead_somewhere_and_load_nothing_from_elsewhere(site: Path) -> None:
+    pages = dict(pages_of(site))
+    assert len(pages) > 35
+    for file, page in pages.items():
+        assert [link for link in page.loaded if link.startswith(("http", "//"))] == [], file.name
+        for link in page.links - page.loaded:
+            path, place = urldefrag(unquote(link))
+            if file.name == "404.html" or re.match(r"\w+:", link):
+                continue
+            there = (file.parent / path).resolve() if path else file
+            assert there.exists(), (file.name, link)
+            assert not place or there not in pages or place in pages[there].places, (file.name, link)
+    styles = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
+    assert re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//[^)]*", styles) == []
+
+
+@pytest.mark.slow
+def test_each_page_says_what_it_takes_and_lies_there_as_markdown(site: Path) -> None:
+    listed = (site / "llms.txt").read_text(encoding="utf-8")
+    for file in site.rglob("*.html"):
+        if file.name in ("404.html", "index.html"):
+            continue
+        text = file.with_suffix(".md").read_text(encoding="utf-8")
+        assert " · checked with " in text, file.name
+        assert f"/{file.with_suffix('.md').relative_to(site).as_posix()})" in listed, file.name
+    assert "?" in listed
+
+
+@pytest.mark.slow
+def test_the_search_finds_keys_names_and_errors(site: Path) -> None:
+    """One question of a new user each, by the words that he would type."""
+    index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))["docs"]
+    asked = {"learning_rate": "recipe-keys", "Target.load": "python", "hot_token_id": "troubleshooting"}
+    asked |= {"llama.cpp": "serving", "stale": "pairs-in-ci", "registry": "registry", "vocabulary": "formats"}
+    for word, page in asked.items():
+        assert any(word in entry["text"] + entry["title"] and page in entry["location"] for entry in index), word
+
+
+def test_the_assistants_page_names_the_verbs_without_json() -> None:
+    silent = {
+        verb
+        for verb in all_verbs()
+        if not any("--json" in option.opts for option in verb_of(["outrider", *verb.split()])[0].params)
+    }
+    text = " ".join((ROOT / "docs/for-assistants.md").read_text(encoding="utf-8").split())
+    sentence = text.partition("Without it are ")[2].partition(". - **")[0]
+    assert set(re.findall(r"`([^`]+)`", sentence)) == silent

@@ -52,8 +52,11 @@ SHAPES: Final[Mapping[str, tuple[Any, ...]]] = {
         *("qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, 40960),
         _EXPERTS_OF_QWEN3 | {"norm_topk_prob": True},
     ),
+    # Of 54 layers; its own vocabulary is 32,000.
+    "mobilellm-1b": ("llama", 1280, 54, 20, 5, 64, 3584, 49152, 8192, {"tie_word_embeddings": True}),
     "mixtral-8x7b": ("mixtral", 4096, 32, 32, 8, 128, 14336, 32000, 32768, {"num_local_experts": 8}),
 }
+DEEPER: Final = {"llama-3.2-1b": "mobilellm-1b"}  # in its place for a model of more layers
 ALIASES: Final = {"0.4b": "llama-0.4b", "1b": "llama-3.2-1b", "8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
 
 _LARGEST: Final = {"num_hidden_layers": MAX_LAYERS, "max_position_embeddings": 2**31}  # 2^24 of all others
@@ -95,6 +98,18 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
         return AutoConfig.for_model(values.pop("model_type"), **values)
     except Exception as error:  # the library's checks of sizes raise errors of many types
         raise BadInputError(f"the shape {name} with {changes}: {reason(error)}") from error
+
+
+def shape_for(old: PreTrainedConfig, like: str, **changes: Any) -> PreTrainedConfig:
+    """Return the config of a shape for one model: of the short name `1b` one that has enough layers, if there is one.
+
+    Raises as `shape_config` does.
+    """
+    shape = shape_config(like, **changes)
+    deeper = DEEPER.get(ALIASES.get(like, ""))
+    if deeper is None or old.num_hidden_layers <= shape.num_hidden_layers:
+        return shape
+    return shape_config(deeper, **changes)
 
 
 @dataclass(frozen=True)
@@ -570,11 +585,11 @@ class GrownTargets:
 
     def config(self, config: PreTrainedConfig, shape: str) -> PreTrainedConfig:
         """Return the config of a grown model."""
-        return grown_config(config, shape_config(shape))
+        return grown_config(config, shape_for(config, shape))
 
     def model(self, model: PreTrainedModel, shape: str, device: torch.device) -> PreTrainedModel:
         """Return a grown model on `device`."""
-        return grow(model, shape_config(shape), device=device)
+        return grow(model, shape_for(model.config, shape), device=device)
 
 
 GROWN_TARGETS = GrownTargets()

@@ -35,13 +35,15 @@ def grow(
     from ..heads import load_drafter
     from ..targets import Target
     from .grow import grow as grow_model
-    from .grow import grown_bytes, shape_config
+    from .grow import grown_bytes, shape_config, shape_for
     from .grow_drafter import grow_drafter
 
-    shape = shape_config(like, **_sizes(changes or []))
+    sizes = _sizes(changes or [])
+    shape_config(like, **sizes)  # refused before anything is loaded
     with locked(out):  # from here on: a refused run, too, clears what a dead one left
         require_new(out, "the grown model")
         small = Target.load(source, dtype=dtype, device="cpu")
+        shape = shape_for(small.model.config, like, **sizes)
         require_space(out, grown_bytes(small.model, shape), "Take a smaller shape, or another disk.")
         large = Target(grow_model(small.model, shape), small.tokenizer)
         head = None if drafter is None else grow_drafter(load_drafter(drafter, small), small, large, draft_vocab)

@@ -115,7 +115,8 @@ class TargetSpec(Section):
     """The model being accelerated; the fields are those of `Target.load`, and its engine.
 
     Attributes:
-        path: a folder, a .gguf, a Hub id, `embedded`, `smollm2` (fetched), or `embedded@1b`, grown to that size.
+        path: a folder, a .gguf, a Hub id, `embedded`, `smollm2` (fetched; `smollm2@hub` is the published one), or
+            `embedded@1b`, grown to that size.
         revision: a branch, tag or commit on the Hub; null for its main branch.
         adapter: folder or Hub id of a PEFT adapter, which is merged as it would be served.
         dtype: of the weights; `auto` as the config says.

@@ -34,6 +34,7 @@ from .model_folder import (
     FETCHED,
     INDEX,
     MODEL_CONFIG,
+    PUBLISHED,
     SINGLE,
     check_files,
     gguf_in,
@@ -204,6 +205,8 @@ def target_path(path: str) -> str:
     Raises the errors of `gguf_models.converted`, and BadInputError for a name whose model was not fetched.
     """
     path = split_shape(path)[0]
+    if path in PUBLISHED:
+        return PUBLISHED[path]
     if path in FETCHED:
         return str(fetched_folder(path))
     file = gguf_in(path)

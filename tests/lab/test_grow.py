@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.common import BadInputError, IncompatibleError
-from outrider.lab.grow import ALIASES, SHAPES, Growth, Sizes, grow, grown_bytes, grown_config, shape_config
+from outrider.lab.grow import ALIASES, SHAPES, Growth, Sizes, grow, grown_bytes, grown_config, shape_config, shape_for
 from outrider.targets import Target, config_only_target
 from outrider.targets.loading import meta_causal_lm, split_shape
 
@@ -196,6 +196,17 @@ def test_every_named_shape_takes_the_embedded_target():
     for sizes in ({"num_hidden_layers": 10**9}, {"hidden_size": 10**11}, {"head_dim": 0}, {"num_key_value_heads": 0}):
         with pytest.raises(BadInputError, match="a size from 1 to"):
             shape_config("8b", **sizes)
+
+
+def test_a_short_name_is_of_a_deeper_shape_where_a_model_has_more_layers():
+    """SmolLM2-135M has 30 layers, and Llama 3.2 1B 16."""
+    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+    smollm2 = AutoConfig.for_model("llama", num_hidden_layers=30, vocab_size=49152, tie_word_embeddings=True, **sizes)
+    assert grown_config(smollm2, shape_for(smollm2, "1b")).num_hidden_layers == 54
+    assert grown_config(smollm2, shape_for(smollm2, "8b")).num_hidden_layers == 32
+    assert shape_for(Target.load("embedded", device="cpu").config, "1b").num_hidden_layers == 16
+    with pytest.raises(IncompatibleError, match="30 do not fit into 24"):
+        grown_config(smollm2, shape_for(smollm2, "0.4b"))
 
 
 def test_bytes_are_counted_without_memory():

@@ -19,6 +19,7 @@ from outrider.formats.draft_models import write_gguf
 from outrider.heads import Ngram
 from outrider.targets import Target
 from outrider.targets.gguf_models import RECORD, converted
+from outrider.targets.loading import target_path
 from outrider.targets.model_folder import FETCHED
 
 from .conftest import Command, answer
@@ -72,6 +73,14 @@ def test_a_fetched_model_is_a_target_by_its_name(
     assert len(answer("fetch", result)["seconds"]) == 3
     assert Target.load(NAME, device="cpu").fingerprint() == Target.load(file, device="cpu").fingerprint()
     assert len(answer("fetch", fetch(outrider, tmp_path / "nowhere"))["seconds"]) == 1, "it is there"
+
+
+def test_the_published_checkpoint_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not quantised, so its digests are not those of the model that is fetched."""
+    assert target_path(f"{NAME}@hub") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(BadInputError, match="HuggingFaceTB/SmolLM2-135M-Instruct"):
+        Target.load(f"{NAME}@hub")
 
 
 @pytest.mark.slow

@@ -357,7 +357,9 @@ class RaggedCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, and keep the memory."""
-        self.lengths, self.host_lengths, self.window = torch.zeros_like(self.lengths), [0] * self.batch_size, None
+        self.lengths = torch.zeros_like(self.lengths)
+        self.host_lengths = [0] * self.batch_size
+        self.window = None
         self.shift = None
 
     def select(self, rows: list[int]) -> None:

@@ -276,11 +276,15 @@ class RecurrentCache(RaggedCache):
 
     def reset(self) -> None:
         super().reset()
-        self.read, self._ends, self._passed = [0] * self.batch_size, [0] * self.batch_size, []
+        self.read = [0] * self.batch_size
+        self._ends = [0] * self.batch_size
+        self._passed = []
         for store in self._states():
             store.clear()
 
     def select(self, rows: list[int]) -> None:
         super().select(rows)
         self.tokens = self.tokens[rows]
-        self.read, self._ends, self._passed = [self.read[r] for r in rows], [self._ends[r] for r in rows], []
+        self.read = [self.read[r] for r in rows]
+        self._ends = [self._ends[r] for r in rows]
+        self._passed = []

@@ -122,7 +122,9 @@ class Order(Sampler[int]):
     """
 
     def __init__(self, length: int, multiple: int, seed: int | None, near: Near | None = None):
-        self.length, self.multiple, self.seed, self.epoch, self.near = length, multiple, seed, 0, near
+        self.length, self.multiple = length, multiple
+        self.seed, self.epoch = seed, 0
+        self.near = near
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

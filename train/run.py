@@ -168,7 +168,8 @@ def _explain_interruptions(args: TrainingArguments) -> Iterator[None]:
 
 def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, seconds: float | None) -> Path | None:
     """Return the checkpoint to continue from, or None. The main process clears away others, and writes recipe.yaml."""
-    folder, output, is_main = Path(args.output_dir or ""), recipe.output_folder, args.process_index == 0
+    folder, output = Path(args.output_dir or ""), recipe.output_folder
+    is_main = args.process_index == 0
     start: Path | None = None
     with args.distributed_state.main_process_first():  # the others find the digests that it has computed
         if resume and args.resume_from_checkpoint:

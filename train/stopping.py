@@ -133,7 +133,9 @@ def check_schedule(args: TrainingArguments) -> None:
 
 def follow_clock(args: TrainingArguments) -> None:
     """Remove settings that count steps from `args`: their number, checkpoints and evaluations on the way, the bar."""
-    args.max_steps, args.disable_tqdm, args.load_best_model_at_end = ENDLESS, True, False
+    args.max_steps = ENDLESS
+    args.disable_tqdm = True
+    args.load_best_model_at_end = False
     args.eval_strategy = args.save_strategy = IntervalStrategy.NO
     args.logging_steps = max(1, int(args.logging_steps))
 

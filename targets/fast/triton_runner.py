@@ -239,7 +239,9 @@ def attention_error(runner: TritonRunner, layer: int) -> float:
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(weight.device, weight.dtype)
 
-    rows, queries, room = len(_LENGTHS), 1 + len(_PARENTS[0]), max(_LENGTHS) + 8
+    rows = len(_LENGTHS)
+    queries = 1 + len(_PARENTS[0])
+    room = max(_LENGTHS) + 8
     query = numbers(rows * queries, heads.count, heads.size)
     keys, values = numbers(rows, heads.shared, room, heads.size), numbers(rows, heads.shared, room, heads.size)
     keys -= query[:1, :1].mean() + 2 * query[:1, :1].sign()  # far from 0, and mostly negative

@@ -403,7 +403,7 @@ class EngineStates:
             self._require_wanted()
             try:
                 answers = pool.map(lambda tokens: self._row(idle, tokens.tolist()), rows.values())
-                yield from zip(rows, answers, strict=True)
+                yield from zip(list(rows), answers, strict=True)  # its reader removes rows meanwhile
             finally:
                 self._stopped.set()
                 pool.shutdown(cancel_futures=True)

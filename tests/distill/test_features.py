@@ -345,20 +345,6 @@ def test_what_a_killed_build_has_finished_is_kept_also_by_two_processes(
     assert len(list((cut / "features").iterdir())) == 1, "nor its lock"
 
 
-@pytest.mark.parametrize("alter", [flip, truncate, Path.unlink])
-def test_two_processes_write_a_damaged_shard_again_and_leave_the_others_alone(
-    tmp_path: Path, together: Callable[..., None], alter: Callable[[Path], None]
-) -> None:
-    together(tmp_path)
-    good, before = content(tmp_path), places(tmp_path)
-    shard = store_in(tmp_path) / "states-00002.safetensors"
-    alter(shard)
-    together(tmp_path, 2)
-    assert content(tmp_path) == good
-    after = places(tmp_path)
-    assert {name for name in before if before[name] != after[name]} == {shard.name}
-
-
 @both_precisions
 def test_the_last_state_is_stored_once(build: Build, target: Target, longer: Dataset) -> None:
     """Tap 6 of six layers is the last state: a batch has it, and the disk does not have it twice."""

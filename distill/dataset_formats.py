@@ -172,7 +172,9 @@ class _RowReader:
     """A reader of one row, which finds its images in the order in which they are shown."""
 
     def __init__(self, row: Row, where: str, folder: Path | None):
-        self.row, self.where, self.folder = row, where, folder
+        self.row = row
+        self.where = where
+        self.folder = folder
         self.images: list[ImageSource] = []
 
     def fault(self, reason: str) -> RowError:

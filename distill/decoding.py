@@ -110,7 +110,9 @@ def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]
 
     None waits long for the last one (guided self-scheduling; Polychronopoulos and Kuck 1987).
     """
-    parts, begin, least = [], 0, max(1, size // 4)
+    parts = []
+    begin = 0
+    least = max(1, size // 4)
     while left := len(indices) - begin:
         share = size if processes == 1 else -(-left // (2 * processes))
         count = min(size, max(least, share), left)
@@ -123,7 +125,9 @@ def answer_all(
     responder: Responder, work: RemainingWork, journal: Journal, group: LaunchGroup, advance: Advance
 ) -> None:
     """Answer batches that no other process answers, until all are finished."""
-    tokens, started, unfinished = 0, time.perf_counter(), set(range(len(work.batches)))
+    tokens = 0
+    started = time.perf_counter()
+    unfinished = set(range(len(work.batches)))
     for number in group.take(
         range(len(work.batches)),
         lambda number: journal.has(work.begin + number),

@@ -97,7 +97,9 @@ def check_tokens(row: EngineRow, asked: Tensor, hidden_size: int) -> None:
     is_table = states.dim() == 3 and states.shape[2] == hidden_size and found.dim() == 1
     shape = f"the shape of the states is {tuple(states.shape)}, expected [tokens, taps, {hidden_size}]."
     require(is_table, "altered file", shape)
-    count, layers, missing = states.shape[0], row.facts.layers, len(asked) - len(found)
+    count, taps = states.shape[:2]
+    layers = row.facts.layers
+    missing = len(asked) - len(found)
     require(len(found) == count, "truncated row", f"{count} states for {len(found)} tokens.")
     require(
         missing <= 0 or not torch.equal(found, asked[missing:]),
@@ -108,8 +110,7 @@ def check_tokens(row: EngineRow, asked: Tensor, hidden_size: int) -> None:
     require(not is_beginning, "truncated row", f"{len(found)} of {len(asked)} tokens have states.")
     others = f"they are of {len(found)} other tokens than the {len(asked)} that were asked."
     require(torch.equal(found, asked), "another request's states", others)
-    taps = f"{states.shape[1]} states of each token, {len(layers)} are expected."
-    require(states.shape[1] == len(layers), "layer numbering", taps)
+    require(taps == len(layers), "layer numbering", f"{taps} states of each token, {len(layers)} are expected.")
     held = str(states.dtype).removeprefix("torch.")
     if held == "float32" and torch.equal(states, states.bfloat16().float()):
         held = "float32 with bfloat16's digits"

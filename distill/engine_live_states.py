@@ -45,7 +45,10 @@ class LiveStates:
         ahead: int,
         at_once: int = 1,
     ):
-        self.engine, self.target, self.ahead, self.at_once = engine, target, ahead, at_once
+        self.engine = engine
+        self.ahead = ahead
+        self.at_once = at_once
+        self.target = target
         self._sequences = sequences.select_columns(["input_ids"]).with_format("arrow")
         stored = stored_taps(taps, target.num_layers)
         self._columns = [None if tap == target.num_layers else stored.index(tap) for tap in taps]

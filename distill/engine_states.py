@@ -180,9 +180,14 @@ class EngineStates:
         spec = recipe.target.engine
         assert spec is not None
         require_extra("serving", "target.engine")
-        self.spec, self.recipe, self.target, self.layers = spec, recipe, target, tuple(layers)
+        self.spec = spec
+        self.recipe = recipe
+        self.target = target
+        self.layers = tuple(layers)
         self.folder = Path(spec.folder or recipe.output_folder / "engine").expanduser().absolute()
-        self._stack, self._stopped, self._given_up = ExitStack(), threading.Event(), threading.Event()
+        self._stack = ExitStack()
+        self._stopped = threading.Event()
+        self._given_up = threading.Event()
         # All of these only the thread that starts engines changes.
         self._models: dict[str, str] = {}  # by URL, of the engines that are asked
         self._instances: dict[str, str] = {}  # by URL, of the starts that are trusted
@@ -442,8 +447,9 @@ class EngineStates:
 
     def _read(self, file: Path, choice: _PrefilledRow, count: int, url: str) -> EngineRow:
         """Return the row of `count` tokens in a file, as soon as it is there, and remove it."""
-        begin, failed, pause = time.monotonic(), file.with_suffix(FAILED), 0.002
-        looked = begin
+        begin = looked = time.monotonic()
+        failed = file.with_suffix(FAILED)
+        pause = 0.002
         while file.name not in (names := os.listdir(self.folder)):  # network disks cache that a file is not there
             if failed.name in names:
                 raise BadInputError(f"the engine wrote no states: {read_text(failed, MEGABYTE)[:500]}")

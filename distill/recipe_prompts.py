@@ -415,7 +415,9 @@ class _Reader:
         self, asked: RowPrompt, where: str, counts: RowCounts
     ) -> tuple[str, list[int], tuple[PromptImage, ...]]:
         """Return the text of a question, its tokens, and the images of its conversation."""
-        text, is_raw, limit = asked.text or "", asked.text is not None, self.reading.max_tokens
+        text = asked.text or ""
+        is_raw = asked.text is not None
+        limit = self.reading.max_tokens
         if not is_raw and asked.messages:
             text = render(self.tokenizer, asked.messages, where, asked.tools, template=self.reading.template)
         if len(text) > LONGEST_TEXT:

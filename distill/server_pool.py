@@ -172,12 +172,18 @@ class _ServerRun:
     def __init__(
         self, client: Client, prompts: Sequence[Prompt], longest: int, journal: Journal, number: int, advance: Advance
     ):
-        self.client, self.prompts, self.longest, self.journal = client, prompts, longest, journal
-        self.number, self.advance, self.requests = number, advance, client.spec.requests
+        self.client = client
+        self.requests = client.spec.requests
+        self.prompts = prompts
+        self.longest = longest
+        self.journal = journal
+        self.number = number
+        self.advance = advance
         self.jobs: dict[int, _ChatJob] = {}
         self.unanswered: list[_ChatJob] = []
         self.waiting: list[Answer] = []
-        self.tokens, self.started = 0, time.perf_counter()
+        self.tokens = 0
+        self.started = time.perf_counter()
 
     async def answer(self, indices: Sequence[int]) -> None:
         """Ask these prompts, the longest first, each until it is answered once or has failed too often."""
@@ -242,7 +248,8 @@ class _ServerRun:
         except PassingError as error:
             server.failed(error)
             # That a server is gone is no fault of the prompt's.
-            job.failures, job.last_error = job.failures + (not error.unreachable), str(error)
+            job.failures += not error.unreachable
+            job.last_error = str(error)
             if job.failures < self.requests.retries:
                 self.queue.put_nowait(job.index)
             else:
@@ -263,7 +270,8 @@ class _ServerRun:
     def _write(self) -> None:
         if self.waiting:
             self.journal.add(self.number, sorted(self.waiting, key=lambda answer: answer.index))
-            self.number, self.waiting = self.number + 1, []
+            self.number += 1
+            self.waiting = []
 
 
 async def _greet_all(servers: Sequence[_Server], question: Question) -> None:

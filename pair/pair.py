@@ -1,19 +1,39 @@
-"""A pair, opened for decoding: its target, its drafter, and the plan that is fastest here."""
+"""A pair: what its files hold, figures that are stored later, and its opening for decoding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ..common import BadInputError, IncompatibleError, OutriderError
+from ..common.locks import locked
 from ..common.machine import device_name
 from ..decode import Plan
-from ..eval.tuning_record import BatchTuning, nearest
+from ..distill.data_set import read_digests
+from ..distill.prompt_table import Prompt
+from ..eval.tuning_record import BatchTuning, Tuning, nearest
 from ..heads import Drafter, fuse, load_drafter
-from ..targets import Target, require_same_vocabulary
+from ..recipes import Recipe, load_recipe
+from ..targets import Fingerprint, Target, load_tokenizer, require_same_vocabulary
 from ..targets.config_only import target_without_layers
-from .contents import PairContents
-from .manifest import ADAPTER
+from .calibration import read_calibration
+from .folder import PairFiles
+from .manifest import (
+    ADAPTER,
+    CALIBRATION,
+    DRAFTER,
+    LEARNT,
+    RECIPE,
+    SUITES,
+    TOKENIZER,
+    Manifest,
+    ServedRecord,
+    read_manifest,
+)
+
+_PATIENCE = 600.0  # seconds that a tuning, the work of minutes, waits for another writer
 
 
 class StaleError(OutriderError):
@@ -36,8 +56,80 @@ class Compatibility:
 
 
 @dataclass(frozen=True)
-class Pair(PairContents):
+class Pair(PairFiles):
     """A drafter, the target it was made for, and their measurements, as one folder."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.manifest.plan.restored()
+
+    def store_tuning(self, tuning: Tuning) -> Pair:
+        """Store `tuning` in pair.json, in place of an earlier one of the same machine, temperature and batch sizes.
+
+        Raises:
+            BadInputError: the folder holds another pair by now, or another process keeps writing it.
+        """
+        return self._store(lambda now: now.tuned(tuning))
+
+    def store_served(self, record: ServedRecord) -> Pair:
+        """Store an engine's figures in pair.json, in place of earlier ones of the same engine and depth.
+
+        Raises:
+            BadInputError: the folder holds another pair by now, or another process keeps writing it.
+        """
+        return self._store(lambda now: now.with_served(record))
+
+    def _store(self, change: Callable[[Manifest], Manifest]) -> Pair:
+        with locked(self.folder, wait=_PATIENCE):
+            now = read_manifest(self.folder)  # measuring takes minutes: other records written meanwhile stay
+            if now.digest != self.digest:
+                raise BadInputError(
+                    f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. "
+                    "Measure that one."
+                )
+            manifest = change(now)
+            manifest.write(self.folder, instead_of=now)
+        return replace(self, manifest=manifest)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the target's weights; another dtype is another target."""
+        return self.manifest.target.fingerprint.dtype
+
+    @property
+    def drafter_folder(self) -> Path:
+        return self.folder / DRAFTER
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.folder / RECIPE
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the fingerprint of the pair's target."""
+        return self.manifest.target.fingerprint.restored()
+
+    def recipe(self, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Recipe:
+        """Return the recipe with changes as `load_recipe` takes them; suites that the pair keeps are named by file.
+
+        Raises:
+            BadInputError: the recipe is damaged, or an override cannot be used.
+        """
+        recipe = load_recipe(self.recipe_file, overrides, changes)
+        kept = {f"{SUITES}/{name}" for name in self.manifest.suites}
+        suites = [str(self.folder.resolve() / name) if name in kept else name for name in recipe.eval.suites]
+        return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": suites})})
+
+    def tokenizer(self) -> Any | None:
+        """Return the tokenizer of the pair's target; None if that had none."""
+        return load_tokenizer(self.folder / TOKENIZER)
+
+    def learnt(self) -> set[str]:
+        """Return digests of the questions that the drafter learned from (`Prompt.asked_digests`); none if unknown."""
+        return read_digests(self.folder / LEARNT) if self.manifest.learnt is not None else set()
+
+    def calibration(self) -> list[Prompt]:
+        """Return the prompts that the baseline was measured on; [] if there were none."""
+        return [] if self.manifest.calibration is None else read_calibration(self.folder / CALIBRATION)
 
     def tuned(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> BatchTuning | None:
         """Return the result of `outrider tune` for `target` on this machine; None if it never ran here.

@@ -37,13 +37,13 @@ from .manifest import REPORTS
 from .new import new_pair
 from .pair import Pair
 
-BUDGET = 0.4  # of the first training's length: the drafter starts from one for almost the same target
-HOW = "refresh.json"  # the settings of the refresh, in its working folder
+TRAINING_SHARE = 0.4  # of the first training's length: the drafter starts from one for almost the same target
+OPTIONS_FILE = "refresh.json"  # the settings of the refresh, in its working folder
 _DEFAULT_EPOCHS = 3.0  # of transformers.TrainingArguments
 
 
 @dataclass(frozen=True)
-class How:
+class RefreshOptions:
     """How a refresh trains.
 
     Attributes:
@@ -67,7 +67,7 @@ def refresh(
     out: str | Path,
     overrides: Sequence[str] = (),
     console: Console | None = None,
-    how: How | None = None,
+    options: RefreshOptions | None = None,
     generate_baseline: bool = True,
 ) -> Pair:
     """Train the pair's drafter on for `target`, measure it, and write the next version to `out`/pair.
@@ -77,7 +77,7 @@ def refresh(
     Args:
         out: a folder outside of the pair's own.
         overrides: changes to the pair's recipe, `key.path=value`; they win over those of the refresh itself.
-        how: all weights for the recipe's steps by default.
+        options: all weights for the recipe's steps by default.
         generate_baseline: whether `transformers.generate` is measured beside it, too.
 
     Raises:
@@ -87,12 +87,12 @@ def refresh(
     folder = Path(out).expanduser()
     require_place(folder, REFRESH, what="the refresh")
     pair.drafter_for(target)
-    recipe, how = refresh_recipe(pair, target, folder, overrides), how or How()
-    settings = _measured_as(pair, recipe.eval, overrides, how)
+    recipe, options = refresh_recipe(pair, target, folder, overrides), options or RefreshOptions()
+    settings = _measured_as(pair, recipe.eval, overrides, options)
     learnt, data = pair.learnt(), f"the training data of the pair {pair.name!r}"
     suites = suites_of(target, settings, recipe.template, learnt, data, recipe.data.allow_leaks)
     with locked(folder):
-        drafter_folder = _trained(pair, recipe, target, console, how)
+        drafter_folder = _trained(pair, recipe, target, console, options)
         drafter = load_drafter(drafter_folder, target)
         place = recipe.output_folder / "reports"
         report_folder = _measured(place, settings, suites, target, drafter, drafter_folder, generate_baseline, console)
@@ -101,7 +101,7 @@ def refresh(
 
 
 def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the pair's recipe, pointed at the new target and at its own drafter, with `BUDGET` of the training.
+    """Return the pair's recipe, pointed at the new target and at its own drafter, for a share of the training.
 
     The drafter is trained for the target as it is, also where a joint training made the pair. A pair that was itself
     refreshed has a recipe of that length already; it is not cut again.
@@ -118,24 +118,24 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
         dtype = {"dtype": str(target.dtype).removeprefix("torch.")}
         safe = {"trust_remote_code": False, "engine": None}  # a pair decides for nobody what programs run
         safe["allow_changed"] = False
-        changes["target"] = recipe.target.model_dump() | source | dtype | safe
+        changes["target"] = recipe.target.model_dump(mode="json") | source | dtype | safe
     if recipe.data.verified:  # from now on this drafter's rounds are served
         changes["data.drafter"] = drafter
     if pair.manifest.lineage.parent is None:
         if (steps := recipe.training.get("max_steps", -1)) > 0:
-            changes["training.max_steps"] = ceil(BUDGET * steps)
+            changes["training.max_steps"] = ceil(TRAINING_SHARE * steps)
         else:
             epochs = recipe.training.get("num_train_epochs", _DEFAULT_EPOCHS)
-            changes["training.num_train_epochs"] = BUDGET * epochs
-    return pair.recipe([*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides])
+            changes["training.num_train_epochs"] = TRAINING_SHARE * epochs
+    return pair.recipe(overrides, changes)
 
 
-def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None, how: How) -> Path:
+def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None, options: RefreshOptions) -> Path:
     """Return the folder of the drafter after training; a drafter that learns nothing stays as it is."""
     if not HEADS[pair.manifest.drafter.type].trainable:
         return pair.drafter_folder
-    finished, asked = recipe.output_folder / "drafter", recipe.output_folder / HOW
-    settings = json.dumps(asdict(how), indent=1) + "\n"
+    finished, asked = recipe.output_folder / "drafter", recipe.output_folder / OPTIONS_FILE
+    settings = json.dumps(asdict(options), indent=1) + "\n"
     if asked.is_file() and asked.read_text(encoding="utf-8") != settings:
         raise BadInputError(
             f"{recipe.output_folder} holds a refresh that was asked for in another way ({asked.name} there); choose "
@@ -143,14 +143,14 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
         )
     asked.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(asked, settings)
-    if finished.is_dir() and how.until is not None:  # its last step may never come
+    if finished.is_dir() and options.until is not None:  # its last step may never come
         keep_target(recipe, target, goes_on=True)
         return finished
-    drafter = None if how.rank is None else LowRank.over(pair.drafter_folder, target, how.rank)
-    return train(recipe, target, drafter, console=console, seconds=how.seconds, until=how.until).drafter_folder
+    drafter = None if options.rank is None else LowRank.over(pair.drafter_folder, target, options.rank)
+    return train(recipe, target, drafter, console=console, seconds=options.seconds, until=options.until).drafter_folder
 
 
-def _measured_as(pair: Pair, settings: EvalSpec, overrides: Sequence[str], how: How) -> EvalSpec:
+def _measured_as(pair: Pair, settings: EvalSpec, overrides: Sequence[str], options: RefreshOptions) -> EvalSpec:
     """Return how a refresh is measured: as its parent was, so that the two can be compared; overrides win.
 
     A training for a time whose parent has no report is measured on as many prompts as a calibration has.
@@ -162,7 +162,7 @@ def _measured_as(pair: Pair, settings: EvalSpec, overrides: Sequence[str], how: 
         found |= {"limit": longest}
         found |= {} if settings.sampling == "served" else {"temperatures": then.temperatures}
     else:
-        few = how.seconds is not None and settings.limit is None
+        few = options.seconds is not None and settings.limit is None
         found = {"limit": ceil(NUM_PROMPTS / len(settings.suites))} if few else {}
     asked = {override.partition("=")[0].strip() for override in overrides}
     return settings.model_copy(update={k: v for k, v in found.items() if not {"eval", f"eval.{k}"} & asked})

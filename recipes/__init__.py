@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,27 @@ __all__ += ["DataSpec", "EngineSpec", "EvalSpec", "JointSpec", "SamplingSpec", "
 _HERE = Path(__file__).parent
 
 
-def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path_or_name: str | Path, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None
+) -> Recipe:
     """Read and validate a recipe.
 
     Args:
         path_or_name: a YAML file, or the name of a packaged recipe such as "embedded-eagle3".
         overrides: `key.path=value`; values are read as YAML (`data.limit=null`, `eval.suites=[code, docs]`).
+        changes: values by dotted key, which overrides may change again.
 
     Raises:
         BadInputError: no such recipe, not valid YAML (with line and column), an unknown key, or a wrong type.
     """
     file = _find(str(path_or_name))
     values = _read(file)
+    for path, value in (changes or {}).items():
+        _put(values, path.split("."), value, path)
     for change in overrides:
         override(values, change)
-    changes = re.sub(r"\b(key\W+)[^\s,}]+", r"\1…", " ".join(overrides))  # some give the key, not its variable's name
-    return Recipe.from_dict(values, f"{file.name} with {changes}" if overrides else file.name)
+    shown = re.sub(r"\b(key\W+)[^\s,}]+", r"\1…", " ".join(overrides))  # some give the key, not its variable's name
+    return Recipe.from_dict(values, f"{file.name} with {shown}" if overrides else file.name)
 
 
 def packaged_recipes() -> dict[str, Path]:
@@ -89,6 +94,10 @@ def override(values: dict[str, Any], change: str) -> None:
         raise BadInputError(
             f"cannot use the override {shown}: expected key.path=value, for example training.max_steps=100."
         )
+    _put(values, keys, parse_yaml(text, f"override {shown}"), shown)
+
+
+def _put(values: dict[str, Any], keys: Sequence[str], value: Any, shown: str) -> None:
     here: Any = values
     for depth, key in enumerate(keys[:-1], 1):
         if here.get(key) is None:
@@ -97,4 +106,4 @@ def override(values: dict[str, Any], change: str) -> None:
         if not isinstance(here, dict):
             found = printable_urls(repr(here))
             raise BadInputError(f"cannot use the override {shown}: {'.'.join(keys[:depth])} is {found}, not a mapping.")
-    here[keys[-1]] = parse_yaml(text, f"override {shown}")
+    here[keys[-1]] = value

@@ -189,7 +189,7 @@ def refresh(
 ) -> None:
     """Train the drafter on for a changed target, from where it is, and write the next version."""
     loaded = pair_of(pair)
-    from ..pair.refresh import How
+    from ..pair.refresh import RefreshOptions
     from ..pair.refresh import refresh as run
     from ..train.stopping import Until
     from .json_schemas import pair_fields
@@ -198,7 +198,7 @@ def refresh(
     console = console_for(as_json)
     until = None if tokens is None and until_flat is None else Until(tokens, until_flat)
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
-    made = run(loaded, changed, out, changes or [], console, How(low_rank, seconds, until))
+    made = run(loaded, changed, out, changes or [], console, RefreshOptions(low_rank, seconds, until))
     print_pair(made, console)
     finish(as_json, "refresh", pair_fields(made))
 

@@ -54,7 +54,7 @@ from ..eval.tuner import STATISTICAL, tune
 from ..eval.tuning_record import Tuning
 from ..heads import load_drafter
 from ..pair import Pair, gate_pairs, new_pair, newest_report, probe, verify
-from ..pair.refresh import How, refresh
+from ..pair.refresh import RefreshOptions, refresh
 from ..recipes import Recipe, embedded_file, load_recipe
 from ..targets import Target, embedded_path
 from ..targets.fingerprint import digest_file
@@ -227,7 +227,7 @@ def ask_the_probe(place: Workplace) -> str:
 def learn_again(place: Workplace) -> str:
     budget = place.budget
     changes = [f"data.limit={place.measured.refresh_prompts}", f"eval.depth={place.depth}", "eval.baselines=[]"]
-    how = How(seconds=budget.refresh_seconds)
+    how = RefreshOptions(seconds=budget.refresh_seconds)
     refresh(place.pair, place.changed, place.out / "refreshed", changes, place.console, how, generate_baseline=False)
     return newest_report(place.refreshed).sentence()
 

@@ -79,7 +79,6 @@ MODULES = {
     "losses": Module("heads/losses.py", ("tests/heads/test_losses.py",)),
     "checkpoints": Module("train/checkpoints.py", ("tests/train/test_checkpoints.py",)),
     "pair": Module("pair/pair.py", ("tests/pair/test_pair.py", "tests/pair/test_tuning.py")),
-    "contents": Module("pair/contents.py", ("tests/pair/test_pair.py", "tests/pair/test_tuning.py")),
     "folder": Module("pair/folder.py", ("tests/pair/test_pair.py", "tests/pair/test_verify.py")),
     "manifest": Module("pair/manifest.py", ("tests/pair/test_manifest.py", "tests/pair/test_tuning.py")),
     "tuning": Module("eval/tuning_record.py", ("tests/eval/test_tuning_record.py", "tests/pair/test_manifest.py")),

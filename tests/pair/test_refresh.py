@@ -18,7 +18,7 @@ from outrider.eval.suites import load_suites
 from outrider.heads import load_drafter
 from outrider.pair import Pair, gate_pairs, new_pair, probe, verify
 from outrider.pair.comparison import newest_report
-from outrider.pair.refresh import How, _measured_as, refresh, refresh_recipe
+from outrider.pair.refresh import RefreshOptions, _measured_as, refresh, refresh_recipe
 from outrider.recipes import Recipe
 from outrider.train.stopping import Until
 
@@ -90,11 +90,11 @@ def test_a_refresh_measures_as_its_parent_was_measured_and_says_it_before(traine
 
 
 def test_a_refresh_for_a_time_without_a_report_before_measures_no_more_than_a_calibration(trained, monkeypatch):
-    pair, few = trained(), How(seconds=60)
+    pair, few = trained(), RefreshOptions(seconds=60)
     whole = pair.recipe().eval.model_copy(update={"limit": None, "suites": ["code", "docs", "prose"]})
     assert _measured_as(pair, whole, [], few).limit == 11, "32 prompts of three suites"
     assert _measured_as(pair, whole, ["eval.limit=null"], few).limit is None
-    assert _measured_as(pair, whole, [], How()).limit is None
+    assert _measured_as(pair, whole, [], RefreshOptions()).limit is None
 
 
 def test_a_drafter_without_weights_is_measured_again(trained, make_target, tmp_path):
@@ -176,14 +176,14 @@ def test_a_low_rank_refresh_keeps_the_parents_weights_as_they_are(trained, make_
     weights = parent.drafter_folder / "model.safetensors"
     for name, noise in (("one", 0.05), ("other", 0.1)):
         target = make_target(noise=noise)
-        made = refresh(parent, target, tmp_path / name, ["training.max_steps=4"], how=How(rank=2))
+        made = refresh(parent, target, tmp_path / name, ["training.max_steps=4"], options=RefreshOptions(rank=2))
         assert (made.drafter_folder / "base" / "model.safetensors").read_bytes() == weights.read_bytes()
         assert (made.drafter_folder / "adapter_model.safetensors").stat().st_size < weights.stat().st_size / 2
         assert (made.manifest.drafter.type, made.version) == ("eagle3", 2)
         assert type(made.drafter_for(target)).__name__ == "Eagle3"
         assert verify(made.folder) == []
         assert probe(made, target).exit_code == 0
-    again = refresh(made, target, tmp_path / "third", ["training.max_steps=2"], how=How(rank=2))
+    again = refresh(made, target, tmp_path / "third", ["training.max_steps=2"], options=RefreshOptions(rank=2))
     assert (again.drafter_folder / "base" / "model.safetensors").read_bytes() == weights.read_bytes()
     whole = refresh(made, target, tmp_path / "whole", ["training.max_steps=2"])
     assert sorted(whole.manifest.drafter.files) == ["config.json", "model.safetensors"]
@@ -191,32 +191,44 @@ def test_a_low_rank_refresh_keeps_the_parents_weights_as_they_are(trained, make_
 
 def test_a_refresh_ends_after_so_many_tokens_and_says_so(trained, make_target, tmp_path):
     pair, target = trained(max_steps=50), make_target(noise=0.05)
-    how = How(until=Until(tokens=60, every=2))
-    refresh(pair, target, tmp_path / "out", ["data.holdout=0.6"], how=how)
+    how = RefreshOptions(until=Until(tokens=60, every=2))
+    refresh(pair, target, tmp_path / "out", ["data.holdout=0.6"], options=how)
     told = json.loads((tmp_path / "out" / "provenance.json").read_text())["training"]
     assert "tokens were learnt from, of 60" in told["ended"]
     assert 0 < told["steps"] < 20
     assert told["curve"][0]["step"] == 2
     assert all(point["tau"] > 1 for point in told["curve"])
     before = (tmp_path / "out" / "provenance.json").stat().st_mtime_ns
-    refresh(pair, target, tmp_path / "out", ["data.holdout=0.6"], how=how)
+    refresh(pair, target, tmp_path / "out", ["data.holdout=0.6"], options=how)
     assert (tmp_path / "out" / "provenance.json").stat().st_mtime_ns == before, "it had ended"
     with pytest.raises(BadInputError, match="asked for in another way"):
-        refresh(pair, target, tmp_path / "out", ["data.holdout=0.6"], how=How(until=Until(tokens=70, every=2)))
+        refresh(
+            pair,
+            target,
+            tmp_path / "out",
+            ["data.holdout=0.6"],
+            options=RefreshOptions(until=Until(tokens=70, every=2)),
+        )
 
 
 def test_a_refresh_ends_when_nothing_more_is_gained(trained, make_target, tmp_path):
     """With a learning rate of nearly nothing the curve is flat from the start."""
     overrides = ["data.holdout=0.6", "training.learning_rate=1e-12", "training.max_steps=40"]
-    refresh(trained(max_steps=50), make_target(), tmp_path / "out", overrides, how=How(until=Until(gain=0.01, every=2)))
+    refresh(
+        trained(max_steps=50),
+        make_target(),
+        tmp_path / "out",
+        overrides,
+        options=RefreshOptions(until=Until(gain=0.01, every=2)),
+    )
     told = json.loads((tmp_path / "out" / "provenance.json").read_text())["training"]
     assert told["ended"].startswith("τ has risen by less than 1.0% over 2 evaluations")
     assert (told["steps"], len(told["curve"])) == (6, 3)
 
 
 def test_a_refresh_trains_for_a_time(trained, make_target, tmp_path):
-    refresh(trained(max_steps=50), make_target(), tmp_path / "out", how=How(seconds=0.3))
+    refresh(trained(max_steps=50), make_target(), tmp_path / "out", options=RefreshOptions(seconds=0.3))
     told = json.loads((tmp_path / "out" / "provenance.json").read_text())["training"]
     assert told["budget"] == 0.3
     with pytest.raises(BadInputError, match="choose one of the two"):
-        How(seconds=1.0, until=Until(tokens=1))
+        RefreshOptions(seconds=1.0, until=Until(tokens=1))

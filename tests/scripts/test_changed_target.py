@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from outrider.common import BadInputError
 from outrider.common.safe_load import read_json
 from outrider.pair import Pair
-from outrider.pair.refresh import How, refresh
+from outrider.pair.refresh import RefreshOptions, refresh
 from outrider.scripts.cli import app
 from outrider.targets import Target
 from outrider.train.stopping import Until
@@ -68,8 +68,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> P
         for words in (["train", "tiny.yaml"], ["pair", "new", "pair", "tiny.yaml"]):
             succeeded(CliRunner().invoke(app, words))
         succeeded(CliRunner().invoke(app, ["compare", "tiny.yaml", "--budget", "0.5", "--out", "comparison"]))
-        until = How(until=Until(tokens=10))
-        refresh(Pair.load("pair"), Target.load("target", device="cpu"), "refreshed", how=until, generate_baseline=False)
+        until = RefreshOptions(until=Until(tokens=10))
+        refresh(
+            Pair.load("pair"), Target.load("target", device="cpu"), "refreshed", options=until, generate_baseline=False
+        )
     return here
 
 
@@ -151,9 +153,9 @@ def test_a_training_on_given_responses_goes_on_for_its_own_target_alone(here: Pa
 
 def test_a_refresh_that_ended_early_is_no_other_targets(here: Path) -> None:
     change_weight(here / "target")
-    changed, until = Target.load("target", device="cpu"), How(until=Until(tokens=10))
+    changed, until = Target.load("target", device="cpu"), RefreshOptions(until=Until(tokens=10))
     with pytest.raises(BadInputError, match="the run in refreshed was made for another target"):
-        refresh(Pair.load("pair"), changed, "refreshed", how=until)
+        refresh(Pair.load("pair"), changed, "refreshed", options=until)
 
 
 def test_joint_training_names_its_target_without_the_adapter(here: Path, outrider: Command) -> None:

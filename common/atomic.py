@@ -1,7 +1,7 @@
 """Files and folders that are written whole or not at all, on the disk and not only in memory.
 
 A new one is written beside its place under a working name, brought to the disk, and renamed: whenever a process is
-killed, the old one or the new one stands there. On Linux the kernel exchanges two folders in one call. Where it cannot,
+killed, the old one or the new one is there. On Linux the kernel exchanges two folders in one call. Where it cannot,
 a finished folder is called `ready` on its way, and the next run under its lock (`recover`) puts it in its place.
 """
 
@@ -66,7 +66,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
     A block that removes it leaves `folder` as it is.
     """
-    folder = folder.resolve()  # a link shows where its owner wants it to be
+    folder = folder.resolve()  # a link is kept, and its target replaced
     building = working_name(folder, "tmp")
     try:
         with writing(folder):
@@ -158,7 +158,7 @@ def sync_tree(folder: Path) -> None:
 
 # How deep below a locked folder leftovers are looked for: <output>/features/<key>/<file>, and one more.
 _DEPTH = 4
-# After so many seconds without a change, what another machine was writing counts as left behind.
+# After so many seconds without a change, what another machine was writing counts as abandoned.
 _FOREIGN_AGE = 3600.0
 
 _NAME = re.compile(
@@ -214,7 +214,7 @@ class Leftover:
         except psutil.NoSuchProcess:
             return False
         except psutil.Error:
-            return True  # another user's process, of which the system tells nothing
+            return True  # another user's process, which may be alive
 
     def remove(self) -> None:
         if self.path.is_dir() and not self.path.is_symlink():

@@ -48,7 +48,7 @@ def digest_of(file: Path, status: os.stat_result) -> str | None:
 def remember(file: Path, before: os.stat_result, after: os.stat_result, digest: str, settled: bool | None) -> None:
     """Remember the digest of a file with the status that it had before and after it was read.
 
-    `settled`: whether its next change will give it another time (`is_settled`); None where no writer knows.
+    `settled`: whether its next change will give it another time (`is_settled`); None where that is unknown.
     """
     key = _key(file, before)
     if settled is None:

@@ -151,7 +151,7 @@ def listed(folder: Path) -> dict[str, str]:
 
 
 def _text(folder: Path) -> str:
-    """Return the list of `folder`, or "" without one; a byte that is no text makes a line that is none of ours."""
+    """Return the list of `folder`, or "" without one. Lines that cannot be decoded are ignored later."""
     try:
         return read_bytes(folder / LIST).decode("utf-8", "replace")
     except FileNotFoundError:

@@ -52,7 +52,7 @@ def clock(device: torch.device) -> float:
 
 
 def energy_meter(device: torch.device) -> Callable[[], float] | None:
-    """Return a function that reads the joules a GPU has used since its driver started; None where nothing tells them.
+    """Return a function that reads the joules a GPU has used since its driver started; None where it is unknown.
 
     NVML does, through the package nvidia-ml-py. This has not run on a GPU yet.
     """
@@ -110,5 +110,5 @@ def _cgroup_room(group: Path, limit: str, usage: str, reclaimable: str) -> int |
         allowed, used = (group / limit).read_text().strip(), int((group / usage).read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return None if allowed == "max" else int(allowed) - used + int(statistics.get(reclaimable, 0))
-    except (OSError, ValueError):  # a limit that cannot be read is none
+    except (OSError, ValueError):  # an unreadable limit does not count
         return None

@@ -24,7 +24,7 @@ MARKER = ".outrider.json"
 PAIR, REGISTRY, EXPORT, DRAFTER, MODEL, DATA = "pair", "registry", "export", "drafter", "model", "data set"
 REPORT, COMPARISON = "report", "comparison"
 RUN, REFRESH, QUICKSTART = TRAINED = "run", "refresh", "quickstart"  # each of which a training writes into
-_LOOKED_AT = 1000  # bytes of a file, by which one of ours is known
+_LOOKED_AT = 1000  # bytes of a file, by which Outrider's own are recognised
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ KINDS = {  # the first that fits
 
 
 def kind_of(folder: Path) -> str:
-    """Return the kind of place that a folder is; "" for an empty one, none, and somebody's."""
-    with suppress(OSError):  # of a folder above, perhaps, that nobody may look into
+    """Return the kind of place that a folder is; "" for an empty or missing one, and for any other."""
+    with suppress(OSError):  # a folder above may be unreadable
         if _entries(folder):
             if (marked := _values(folder / MARKER).get("kind")) in KINDS:
                 return str(marked)
@@ -101,7 +101,7 @@ def require_place(folder: Path, *kinds: str, what: str = "the output") -> None:
     """Refuse a folder that is neither of these kinds nor can become of the first one. It leaves no trace.
 
     Raises:
-        BadInputError: it is another place, lies inside one that is whole, or holds somebody's files of the same names.
+        BadInputError: it is another place, lies inside one that is whole, or holds other files of the same names.
         CannotWriteError: nothing can be written there.
     """
     place = require_outside(folder, what)
@@ -161,12 +161,12 @@ def require_outside(folder: Path, what: str = "the output") -> Path:
 
 
 def _entries(folder: Path) -> list[str]:
-    """Return the names in a folder, but for those of a marker and a lock; [] where there is none."""
+    """Return the names in a folder, but for those of a marker and a lock; [] for a missing folder."""
     return sorted({e.name for e in folder.iterdir()} - {MARKER, ".lock"}) if folder.is_dir() else []
 
 
 def _values(file: Path) -> dict[str, Any]:
-    """Return the values of a small JSON file; {} where there is none that can be read."""
+    """Return the values of a small JSON file; {} for a missing or unreadable one."""
     with suppress(OSError, BadInputError):
         return read_json(file)
     return {}

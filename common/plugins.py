@@ -33,7 +33,7 @@ def registered(kind: str) -> dict[str, EntryPoint]:
 
 
 def plugin(kind: str, name: str) -> Any | None:
-    """Return the object that is registered under a name; None if there is none."""
+    """Return the object that is registered under a name; None for an unknown name."""
     point = registered(kind).get(name)
     return None if point is None else point.load()
 

@@ -53,7 +53,7 @@ def announce(console: Console | None, text: str) -> None:
 
 @dataclass(eq=False)
 class _Task:
-    """Work that is being done: `done` of `total` parts, 0 where nobody counts them."""
+    """Work that is being done: `done` of `total` parts, 0 where they are not counted."""
 
     description: str
     total: int
@@ -106,7 +106,7 @@ def plain_lines(console: Console | None, description: str, total: int = 0, done:
 
 
 def _tell(ended: threading.Event) -> None:
-    with suppress(OSError, ValueError):  # stderr was closed: nobody reads
+    with suppress(OSError, ValueError):  # stderr was closed
         while not ended.wait(EVERY):
             print_to_stderr(_tasks[-1].line())
 

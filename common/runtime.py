@@ -43,7 +43,7 @@ class Extra:
         return modules + [name for name in self.programs if shutil.which(name) is None]
 
 
-# By the name that pip knows: pip install 'outrider[NAME]'.
+# By its name for pip: pip install 'outrider[NAME]'.
 EXTRAS = {
     "serving": Extra("served, watch and data.servers (real engines)", ("openai", "httpx", "prometheus_client")),
     "wandb": Extra("wandb (training.report_to: wandb, --registry wandb://…)", ("wandb",)),

@@ -58,7 +58,7 @@ YAML = FileLimits(num_bytes=MEGABYTE // 4, containers=20_000, depth=40)  # its p
 def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
     """Return the content of a regular file of at most `limit` bytes. A pipe or a device is refused, never waited for.
 
-    Raises Unreadable if it is something else, larger, or cannot be read, and FileNotFoundError if there is none.
+    Raises Unreadable if it is something else, larger, or cannot be read, and FileNotFoundError if it is missing.
     """
     with open_regular(file) as opened, _reading(file):
         read = opened.read(limit + 1) or b""  # None for a file of the system's that has nothing to say now
@@ -71,7 +71,7 @@ def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
 def open_regular(file: Path) -> Iterator[BufferedReader]:
     """Open a regular file for reading; a pipe that takes its place after the first look is not waited for, either.
 
-    Raises Unreadable if it is something else or cannot be opened, and FileNotFoundError if there is none.
+    Raises Unreadable if it is something else or cannot be opened, and FileNotFoundError if it is missing.
     """
     with _reading(file):
         require_regular(file)
@@ -90,7 +90,7 @@ def _reading(file: Path, line: str = "") -> Iterator[None]:
         yield
     except (FileNotFoundError, Unreadable):  # which is a ValueError, too
         raise
-    except NotADirectoryError as error:  # on the way to it is a file: so there is none
+    except NotADirectoryError as error:  # a file stands in its folder's place
         raise FileNotFoundError(error.errno, error.strerror, error.filename) from error
     except OSError as error:
         raise Unreadable(f"{file}{line}", f"cannot be read ({error.strerror})") from error

@@ -19,10 +19,10 @@ from .signals import ending_with_parent
 START_SECONDS, STOP_SECONDS = 600.0, 30.0
 LAST_LINES = 12  # of a server's log, in the message that it did not start
 
-# On a CPU vLLM wants to be told how much memory its cache may take, and binds threads to cores that it may not have.
+# On a CPU vLLM needs the size of its cache, and binds threads to cores that it may not have.
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
-# What a launcher of several processes tells its own. A server that believed it would look for the others.
+# Variables of a launcher of several processes: a server that read them would look for the others.
 _LAUNCHER = re.compile(r"(TORCHELASTIC|ACCELERATE|GROUP|ROLE)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
 _MOST_OF_A_LOG = 2**20  # bytes
 

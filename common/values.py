@@ -27,7 +27,7 @@ TEMPERATURES = f"0 (greedy), or from {COLDEST:g} to {HOTTEST:g}"
 
 _WORDS = {"float": "a number", "int": "an integer", "str": "text", "bool": "true or false", "NoneType": "null"}
 _WORDS |= {"dict": "a mapping", "list": "a list", "tuple": "a list", "Any": "any value"}
-_SECRET_OPTIONS = ("--key", "--webhook")  # what follows them is shown to no one
+_SECRET_OPTIONS = ("--key", "--webhook")  # their values are never shown
 
 
 def _failing_fast(schema: Any) -> Any:
@@ -52,7 +52,7 @@ def is_temperature(value: float) -> bool:
 
 
 def checked_temperature(value: float) -> float:
-    """Return a temperature; raises ValueError for what is none."""
+    """Return a temperature; raises ValueError for any other number."""
     if not is_temperature(value):
         raise ValueError(f"expected {TEMPERATURES}, found {value:g}")
     return value

@@ -116,7 +116,7 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
     if target.source.get("path"):
         source = {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
         dtype = {"dtype": str(target.dtype).removeprefix("torch.")}
-        safe = {"trust_remote_code": False, "engine": None}  # a pair decides for nobody what programs run
+        safe = {"trust_remote_code": False, "engine": None}  # a pair's recipe may not name programs to run
         safe["allow_changed"] = False
         changes["target"] = recipe.target.model_dump(mode="json") | source | dtype | safe
     if recipe.data.verified:  # from now on this drafter's rounds are served

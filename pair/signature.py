@@ -23,7 +23,7 @@ from ..common.locks import locked, scratch_folder
 from ..common.safe_load import read_bytes
 
 NAMESPACE, PASSPHRASE = "outrider-pair", "OUTRIDER_KEY_PASSPHRASE"
-_LARGEST = 64 * 1024  # bytes of a file from a stranger; a signature of ours has 300
+_LARGEST = 64 * 1024  # bytes of a file from a stranger; an SSH signature has 300
 _KEY_TYPES = ("ssh-", "ecdsa-", "sk-")  # the first word of a public key; an allowed_signers line begins with a name
 _ASKPASS = f"#!/bin/sh\nprintf '%s\\n' \"${PASSPHRASE}\"\n"
 

@@ -100,7 +100,7 @@ def suspicions(comparisons: Sequence[ServedComparison], tolerance: float, dtype:
         dtype: the pair's. In float32 both sides should accept the same drafts one by one.
     """
     greedy = [s for c in comparisons if c.temperature == 0 for s in _greedy(c, tolerance, dtype)]
-    # The same fault shows above temperature 0, too, where it tells less.
+    # The same fault shows above temperature 0, too, where it is less specific.
     return greedy or [s for c in comparisons if c.temperature > 0 for s in _drawn(c, tolerance)]
 
 
@@ -116,7 +116,7 @@ def _greedy(compared: ServedComparison, tolerance: float, dtype: str) -> Iterato
         yield _suspicion(kind, compared, f"texts are ours{_off(compared)}")
     if depth := _depth(compared):
         yield depth
-    # Another target moves the drafts, too, and what is drawn tells nothing of them.
+    # Another target moves the drafts, too, so drafts are not judged then.
     elif kind in (None, "end", "dtype") and _drafts_differ(compared, tolerance, same_target and dtype == "float32"):
         place, suspect = _explained(compared)
         yield Suspicion(kind=place, temperature=0.0, because=_seen(compared), suspect=suspect)

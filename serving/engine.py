@@ -279,7 +279,7 @@ class Counters(DraftCounts):
     """The counters of one label set: since it began, or (see `since`) between two looks at its page.
 
     Attributes:
-        engine: vllm, sglang, tgi or llama.cpp. model: by the label `model_name`; "" if there is none.
+        engine: vllm, sglang, tgi or llama.cpp. model: by the label `model_name`; "" without that label.
         tokens: new tokens of all requests, whether they were drafted or not.
         mean: tokens per round, where the engine shows only its own latest average; rounds are then derived from it.
         started: when the engine's process began, in seconds since 1970; None if it does not tell.
@@ -297,7 +297,7 @@ class Counters(DraftCounts):
     def restarted(self, earlier: Counters) -> bool:
         """Tell whether counting began anew after `earlier`: with another process, or a counter that fell.
 
-        A counter that has passed its earlier value again by the next look tells nothing; only the process can.
+        A counter that has passed its earlier value again by the next look cannot be noticed, but another process can.
         """
         if None not in (self.started, earlier.started) and self.started != earlier.started:
             return True
@@ -436,7 +436,7 @@ class Page:
         return sum(value for _, value in self.values(name))
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a gauge over the ranks where it is above zero; None if there is none."""
+        """Return the mean of a gauge over the ranks where it is above zero; None without one."""
         values = [value for _, value in self.values(name) if value > 0]
         return sum(values) / len(values) if values else None
 

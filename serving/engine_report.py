@@ -32,7 +32,7 @@ from .launching import VllmLaunch, running, split_speculation
 
 
 class EngineRacer:
-    """A contestant that completes prompts in an engine that nobody else uses, with drafts or without."""
+    """A contestant that completes prompts in an engine of its own, with drafts or without."""
 
     def __init__(self, name: str, engine: Engine, depth: int, max_new_tokens: int, seed: int = 0):
         self.name, self.engine, self.depth = name, engine, depth

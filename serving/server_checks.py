@@ -51,7 +51,7 @@ def _other_tokens(engine: Engine, texts: list[SentText]) -> Iterator[Suspicion]:
 
 
 def _numbers(version: str) -> list[int]:
-    """Return the three numbers of a version; zeros for one that tells nothing, as a development copy's 0.0.0 does."""
+    """Return the three numbers of a version; zeros if it has none, as a development copy's 0.0.0."""
     match = re.match(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})", version)
     return [int(part) for part in match.groups()] if match else [0, 0, 0]
 

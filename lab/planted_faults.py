@@ -1,4 +1,4 @@
-"""The mistakes that engines make with a head, each planted in our own (see `serving.fault_models`)."""
+"""The mistakes that engines make with a head, each planted in our own (see `fault_explanation`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..heads import DFlash, Drafter, Eagle3Config, Ngram, NgramConfig
 from ..heads.block.block_layers import CachedBlocks
-from ..serving.fault_models import Hypothesis, Made
 from ..serving.reference_run import FirstPlace, WholeCopy
+from .fault_explanation import Hypothesis, Made
 
 State = dict[str, Tensor]
 

@@ -11,8 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from ..eval.reports.figures import Interval
-from .engine_vs_decoder import Divergence, ServedComparison
-from .fault_models import OTHER, OWN, together
+from .engine_vs_decoder import Divergence, ServedComparison, fault_explainer
 
 SAME = 0.95  # of the prompts whose text is ours: so many must have our drafts, in float32 at temperature 0
 NONE_ACCEPTED = 0.25  # of our acceptance at the first position: below it, drafts are as good as random
@@ -165,20 +164,12 @@ def _depth(compared: ServedComparison) -> Suspicion | None:
 
 
 def _explained(compared: ServedComparison) -> tuple[str, str]:
-    """Return the kind of fault in the drafts, and its suspects: the mistakes that cannot be told apart."""
-    place, candidates = _place(compared), compared.candidates
-    if not candidates:
+    """Return the kind of fault in the drafts, and its suspects."""
+    place, explainer = _place(compared), fault_explainer()
+    if explainer is None or not compared.candidates:
         return place, SUSPECTS[place]
-    likely = together(candidates)
-    nearest = next(c for c in candidates if c.says != OTHER)
-    equal = f"the same drafts in {nearest.same} of {compared.identical} prompts"
-    if nearest not in likely or nearest.says == OWN:
-        none = f"None of the {len(candidates) - 2} mistakes that were tried does the same: the nearest is"
-        return place, f"{SUSPECTS[place]}. {none} {nearest.says}, {equal}"
-    if len(likely) == 1:
-        return nearest.kind, f"{nearest.says}: with that mistake our decoder accepts {equal}"
-    known = [c.says for c in likely if c.says != OTHER] + [c.says for c in likely if c.says == OTHER]
-    return nearest.kind, f"one of these, which cannot be told apart here ({equal}): {'; '.join(known)}"
+    kind, suspects = explainer.described(compared, place, SUSPECTS[place])
+    return kind, suspects
 
 
 def _place(compared: ServedComparison) -> str:

@@ -31,8 +31,7 @@ from ..targets import Target
 from ..targets.fingerprint import digest_json
 from .diagnosis import PLACES, TOLERANCE, ServedResult, Suspicion, suspicions
 from .engine import Counters, Engine, EngineCompletion
-from .engine_vs_decoder import Replies, Reply, Write, compare
-from .fault_models import mistaken
+from .engine_vs_decoder import Replies, Reply, Write, compare, fault_explainer
 from .launching import VllmLaunch, running, split_speculation
 from .reference_run import HABITS, Expectation, Trial, expect, expect_mistakes
 from .server_checks import Oldest, check_server
@@ -142,10 +141,12 @@ class ServedSession:
         result = survey.result(facts, self.write, tolerance, self.__dict__.get("target"))
         if result.agrees or not self.explain:
             return result
-        if not self.expected.mistakes and any(s.temperature == 0 and s.kind in PLACES for s in result.suspicions):
+        drafts_differ = any(s.temperature == 0 and s.kind in PLACES for s in result.suspicions)
+        explainer = fault_explainer()
+        if explainer is not None and drafts_differ and not self.expected.mistakes:
             _, drafter, _ = self.pair.open(self.target)
-            drafter = HABITS[self.trial.habits].imitate(drafter)
-            self.expected = expect_mistakes(self.target, mistaken(drafter), self.expected, self.console)
+            mistakes = explainer.mistaken(HABITS[self.trial.habits].imitate(drafter))
+            self.expected = expect_mistakes(self.target, mistakes, self.expected, self.console)
             survey.expected = self.expected
         return survey.result(facts, self.write, tolerance, self.target)
 

@@ -12,14 +12,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
+from ..common.plugins import plugin
 from ..eval.reports.figures import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap, strata_of
 from ..targets import Target
-from .fault_models import FaultCandidate, explain, is_same
 from .reference_run import DraftCounts, Expectation, ServedAnswer, margin_at, surprise
 
 # Several positions, and τ and the texts' length at several temperatures, each decide whether an engine differs: each
@@ -100,6 +101,23 @@ class Divergence(ResultModel):
     def is_tie(self, dtype: str) -> bool:
         """Tell whether another order of sums in this dtype explains it."""
         return self.margin is not None and self.margin <= TIES.get(dtype, TIES["bfloat16"])
+
+
+class FaultCandidate(BaseModel, extra="forbid"):
+    """A possible explanation of an engine's acceptance.
+
+    Attributes:
+        says: the mistake; or that there is none, or another that was not tried.
+        kind: of the suspicion; "" for those two.
+        odds: how probable the engine's counts are with it, as a share of the best candidate's probability.
+        same: prompts in which our decoder, with the mistake, accepts exactly as many drafts as the engine; None for
+            mistakes that were not tried.
+    """
+
+    says: str
+    kind: str
+    odds: float
+    same: int | None
 
 
 class ServedComparison(ResultModel):
@@ -242,8 +260,25 @@ def compare(
         speedup=None if plain is None else resampled.quotient(speed, plain),
     )
     exact = expected.dtype == "float32" and compared.same_target(expected.dtype)
-    compared.candidates = explain([served[i] for i in ours], [answers[i] for i in ours], mistakes, exact)
+    if (explainer := fault_explainer()) is not None:
+        compared.candidates = explainer.explain([served[i] for i in ours], [answers[i] for i in ours], mistakes, exact)
     return compared
+
+
+def fault_explainer() -> Any | None:
+    """Return the module that tries mistakes on our own drafter (`lab.fault_explanation`); None where it is missing."""
+    return plugin("diagnosis", "mistakes")
+
+
+def is_same(served: DraftCounts, answer: ServedAnswer) -> bool:
+    """Tell whether both have as many rounds, and accepted as much in them at every position.
+
+    The round that an end-of-text token cuts short counts in full in an engine, and in our decoder up to that token.
+    """
+    own, spare = answer.counts[0], int(answer.ended)
+    depth = max(len(served.by_position), len(own.by_position))
+    more = [served.rounds - own.rounds, *(served.at(i) - own.at(i) for i in range(depth))]
+    return all(0 <= m <= spare for m in more)
 
 
 def _off(expected: Expectation, first: Reply) -> tuple[float | None, float | None]:

@@ -72,7 +72,7 @@ class Expectation(ForeignModel, extra="forbid"):
         one_hot: the same with the most probable drafts proposed instead of drawn ones; engines differ in that.
         log_probs: of the tokens of the first answer at temperature 0. rounded: the same by the target in bfloat16.
         mistakes: the answers at temperature 0 of a drafter that an engine reads wrongly, by the mistake's name in
-            `fault_models.HYPOTHESES`; {} where none was tried.
+            `lab.planted_faults`; {} where none was tried.
     """
 
     target: str

@@ -136,7 +136,6 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "lab/replay.py": "what Outrider found",
             "serving/diagnosis.py": "what Outrider found",
             "serving/engine_vs_decoder.py": "what Outrider found",
-            "serving/fault_models.py": "what Outrider found",
             "lab/watching.py": "what Outrider found",
         },
     ),

@@ -24,13 +24,13 @@ from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import make_suite
 from outrider.heads import DFlash, DFlashConfig, Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, NgramConfig
 from outrider.heads.base import TargetBatch
+from outrider.lab.fault_explanation import mistaken
 from outrider.pair import Pair, export_pair, new_pair, verify
 from outrider.recipes import Recipe
 from outrider.scripts.cli import app
 from outrider.serving.diagnosis import ServedResult, lines
 from outrider.serving.engine import Engine, root_url
 from outrider.serving.engine_measurement import ServedSession, Start, Survey, depth_of
-from outrider.serving.fault_models import mistaken
 from outrider.serving.launching import VllmLaunch, running, split_speculation
 from outrider.serving.reference_run import (
     HABITS,

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 from scipy.special import betaln
 
 from ..common.plugins import plugin, plugins
 from ..heads import Drafter
-from .reference_run import DraftCounts, ServedAnswer
+from ..serving.engine_vs_decoder import FaultCandidate, ServedComparison, is_same
+from ..serving.reference_run import DraftCounts, ServedAnswer
 
 # The probability that a prompt is equal with the engine's own mistake: in float32 little but another order of sums,
 # which decides a draft here and there, parts it from 1. And that two mistakes are equal where both are not the head's.
@@ -35,7 +35,7 @@ class Hypothesis:
     Attributes:
         says: its description, to be read after "suspect".
         made: returns a drafter with the mistake; None for one that cannot have it.
-        kind: of the suspicion, see `diagnosis.SUSPECTS`.
+        kind: of the suspicion, see `serving.diagnosis.SUSPECTS`.
     """
 
     says: str
@@ -44,23 +44,6 @@ class Hypothesis:
 
 
 OWN, OTHER = "no mistake at all", "something that was not tried"
-
-
-class FaultCandidate(BaseModel, extra="forbid"):
-    """A possible explanation of an engine's acceptance.
-
-    Attributes:
-        says: the mistake; `OWN` for our own head as it is, `OTHER` for everything that was not tried.
-        kind: of the suspicion; "" for those two.
-        odds: how probable the engine's counts are with it, as a share of the best candidate's probability.
-        same: prompts in which our decoder, with the mistake, accepts exactly as many drafts as the engine; None for
-            `OTHER`.
-    """
-
-    says: str
-    kind: str
-    odds: float
-    same: int | None
 
 
 def explain(
@@ -98,20 +81,28 @@ def explain(
     return list(candidates.values())
 
 
+def described(compared: ServedComparison, place: str, suspects: str) -> tuple[str, str]:
+    """Return the kind of fault in the drafts, and its suspects: the mistakes that cannot be told apart.
+
+    Args:
+        place: the kind without any mistake tried. suspects: its usual causes.
+    """
+    candidates = compared.candidates
+    likely = together(candidates)
+    nearest = next(c for c in candidates if c.says != OTHER)
+    equal = f"the same drafts in {nearest.same} of {compared.identical} prompts"
+    if nearest not in likely or nearest.says == OWN:
+        none = f"None of the {len(candidates) - 2} mistakes that were tried does the same: the nearest is"
+        return place, f"{suspects}. {none} {nearest.says}, {equal}"
+    if len(likely) == 1:
+        return nearest.kind, f"{nearest.says}: with that mistake our decoder accepts {equal}"
+    known = [c.says for c in likely if c.says != OTHER] + [c.says for c in likely if c.says == OTHER]
+    return nearest.kind, f"one of these, which cannot be told apart here ({equal}): {'; '.join(known)}"
+
+
 def together(candidates: Sequence[FaultCandidate]) -> list[FaultCandidate]:
     """Return those that the engine's counts cannot tell from the most probable one, which is the first."""
     return [c for c in candidates if c.odds * APART >= 1]
-
-
-def is_same(served: DraftCounts, answer: ServedAnswer) -> bool:
-    """Tell whether both have as many rounds, and accepted as much in them at every position.
-
-    The round that an end-of-text token cuts short counts in full in an engine, and in our decoder up to that token.
-    """
-    own, spare = answer.counts[0], int(answer.ended)
-    depth = max(len(served.by_position), len(own.by_position))
-    more = [served.rounds - own.rounds, *(served.at(i) - own.at(i) for i in range(depth))]
-    return all(0 <= m <= spare for m in more)
 
 
 def mistaken(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:

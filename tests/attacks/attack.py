@@ -6,8 +6,7 @@ python tests/attacks/attack.py execution
 # 1000 damaged and hostile files, and what became of each command
 python tests/attacks/attack.py fuzz --count 1000 --seed 0 --out figures.json
 
-# 300 hostile and bent answers of a server; text that a terminal or a page would obey, in every place
-python tests/attacks/attack.py servers --count 300 --seed 0
+# text that a terminal or a page would obey, in every place
 python tests/attacks/attack.py escapes --seed 0
 """
 
@@ -19,14 +18,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import escapes
 import runner
-import servers
 from execution import MARK
 from execution import attempts as all_attempts
 from fuzzing import damaged
@@ -92,8 +89,8 @@ def _run(name: str, command: list[str], folder: Path, whole: str) -> runner.Outc
 def main() -> int:
     """Run one program; the exit code is 1 if anything did not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("program", choices=("execution", "fuzz", "servers", "escapes"))
-    parser.add_argument("--count", type=int, default=1000, help="files to damage, or answers to give")
+    parser.add_argument("program", choices=("execution", "fuzz", "escapes"))
+    parser.add_argument("--count", type=int, default=1000, help="files to damage")
     parser.add_argument("--seed", type=int, default=0)
     numbers = "only these damaged files, with all they say"
     parser.add_argument("--numbers", type=int, nargs="*", default=[], help=numbers)
@@ -102,7 +99,7 @@ def main() -> int:
     given = parser.parse_args()
     runner.prepare()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
+    with tempfile.TemporaryDirectory() as scratch:
         world, folder = Path(scratch) / "world", Path(scratch) / "attacked"
         folder.mkdir()
         make_world(folder)  # pairs say where their target is: every copy lies where the first world was
@@ -113,10 +110,6 @@ def main() -> int:
         elif given.program == "escapes":
             _require_obeyed(folder)
             chosen, whole = [a for a in escapes.attempts(given.seed) if given.only in a.name], "ODD"
-        elif given.program == "servers":
-            url = running.enter_context(servers.serving(folder))
-            drawn = servers.attempts(given.count, given.seed, url)
-            chosen, whole = [a for a in drawn if given.only in a.name], "ODD"
         else:
             drawn = enumerate(damaged(given.count, given.seed))
             chosen = [a for number, a in drawn if not given.numbers or number in given.numbers]

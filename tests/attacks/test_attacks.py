@@ -43,12 +43,6 @@ def test_damaged_files_end_with_an_exit_code_in_time_and_memory(tmp_path):
     assert found["ran"] == found["odd"] == []
 
 
-def test_no_answer_of_a_server_ends_a_command_otherwise(tmp_path):
-    found = attacked(tmp_path, "attack.py", "servers", "--count", "300", "--seed", "0")
-    assert found["attempts"] == 300
-    assert found["odd"] == []
-
-
 def test_no_text_from_outside_is_obeyed_by_a_terminal_or_a_page(tmp_path):
     found = attacked(tmp_path, "attack.py", "escapes", "--seed", "0")
     assert found["attempts"] >= 100

@@ -255,6 +255,7 @@ def _leftovers_in(folder: Path) -> list[Leftover]:
 _AGAIN = "then run the same command again."
 _NEARLY_FULL = 2**20  # bytes that are left
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_GONE = {errno.ENOENT, errno.ENOTDIR}
 _NAMES = "EACCES EPERM EROFS EIO EFBIG ENAMETOOLONG ESTALE ENOTDIR EISDIR ENOENT EXDEV EBUSY"
 _REFUSED = {getattr(errno, name) for name in _NAMES.split() if hasattr(errno, name)}  # for which a place is the reason
 _IN_WORDS = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust report the system's errors
@@ -265,7 +266,9 @@ class CannotWriteError(BadInputError, OSError):
 
     def __init__(self, what: str, kept: str = "", advice: str = ""):
         super().__init__(what)
-        self.what, self.kept, self.advice = what, kept, advice
+        self.what = what
+        self.kept = kept
+        self.advice = advice
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.what, self.kept, self.advice)))
@@ -320,23 +323,30 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
 
 def failure(error: Exception, place: Path) -> CannotWriteError | None:
     """Return the error to raise for an `error` while `place` was written; None if the place is not the reason."""
-    number = _error_number(error, place)
-    gone = None
-    if number in (errno.ENOENT, errno.ENOTDIR) or "does not exist" in str(error):
-        gone = next((p for p in reversed(place.absolute().parents) if not p.exists()), None)
-    if is_disk_full(error) or _was_filled(error, place.parent):
+    folder = place.absolute().parent
+    number = system_number(error)
+    named = getattr(error, "filename", None)
+    is_elsewhere = isinstance(named, (str, os.PathLike)) and not Path(named).absolute().is_relative_to(folder)
+    gone = next((p for p in (*reversed(folder.parents), folder) if not p.exists()), None)
+    if is_disk_full(error) or (_is_unexplained(error) and gone is None and free_bytes(folder) < _NEARLY_FULL):
         what = f"the disk that holds {place.parent} is full: {place.name} could not be written ({first_line(error)})."
         return CannotWriteError(what, advice=f"Free some space, {_AGAIN}")
-    if gone is not None:
+    if gone is not None and not is_elsewhere and (number in _GONE or "does not exist" in str(error)):
         return CannotWriteError(
             f"{gone} was deleted, or moved, while {place.name} was to be written into it.",
             advice="Leave the folder alone, and run the same command again.",
         )
-    if number is None:
+    if number is None or number not in _REFUSED or is_elsewhere:
         return None
     return CannotWriteError(
         f"{place} could not be written: {os.strerror(number)}.", advice=f"Make it writable, {_AGAIN}"
     )
+
+
+def _is_unexplained(error: Exception) -> bool:
+    """Tell whether torch could not write a file, for which it gives no reason."""
+    said = str(error)
+    return isinstance(error, RuntimeError) and ("inline_container" in said or "iostream error" in said)
 
 
 def is_disk_full(error: BaseException | None) -> bool:
@@ -349,22 +359,6 @@ def is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _was_filled(error: Exception, folder: Path) -> bool:
-    """Tell whether torch, which gives no reason, could not write a file because `folder`'s disk is full."""
-    said = str(error)
-    of_torch = isinstance(error, RuntimeError) and ("inline_container" in said or "iostream error" in said)
-    return of_torch and folder.exists() and shutil.disk_usage(folder).free < _NEARLY_FULL
-
-
-def _error_number(error: Exception, place: Path) -> int | None:
-    """Return the system's number of an error that `place` is the reason of; None for any other."""
-    number = system_number(error)
-    named = getattr(error, "filename", None)
-    if isinstance(named, (str, os.PathLike)) and not Path(named).absolute().is_relative_to(place.absolute().parent):
-        return None
-    return number if number in _REFUSED else None
 
 
 def system_number(error: BaseException) -> int | None:

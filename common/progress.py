@@ -63,7 +63,9 @@ class _Task:
     began: float = field(default_factory=time.monotonic)
 
     def advance(self, count: int, note: str) -> None:
-        self.done, self.new, self.note = self.done + count, self.new + count, note
+        self.done += count
+        self.new += count
+        self.note = note
 
     def line(self) -> str:
         seconds = time.monotonic() - self.began

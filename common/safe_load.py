@@ -362,7 +362,10 @@ class _TextWindow:
     """The piece of a text file that begins with what is read next, at `place`."""
 
     def __init__(self, opened: TextIO, where: str):
-        self.opened, self.where, self.text, self.place = opened, where, "", 0
+        self.opened = opened
+        self.where = where
+        self.text = ""
+        self.place = 0
 
     def next_mark(self) -> str:
         """Return the next character that is no white space, and go past it; \"\" at the end of the file."""

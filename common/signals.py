@@ -174,7 +174,9 @@ def _release() -> None:
 
 def _watch(reader: int, parent: int) -> None:
     """Read what signals, handlers and `listening` write, until the process ends; kill it where no handler runs."""
-    number, since, patience = 0, 0.0, PATIENCE
+    number = 0
+    since = 0.0
+    patience = PATIENCE
     while True:
         left = max(0.0, since + patience - time.monotonic()) if number else None
         if not select.select([reader], [], [], left)[0]:

@@ -96,10 +96,11 @@ def calibrate(
     """
     if not prompts:
         raise BadInputError("there are no calibration prompts to measure on.")
-    decoder, sampling, room = Decoder(target, drafter), baseline.sampling(), baseline.max_new_tokens
-    order = sorted(
-        range(len(prompts)), key=lambda place: len(prompts[place].tokens)
-    )  # a batch is as wide as its longest
+    decoder = Decoder(target, drafter)
+    sampling = baseline.sampling()
+    room = baseline.max_new_tokens
+    # A batch is as wide as its longest.
+    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place].tokens))
     measured: dict[int, PromptMeasure] = {}
     announce(console, f"the probes' figures: {len(prompts)} prompts, answered with {room} tokens at most")
     with progress(console, "tokens of calibration", len(prompts) * room, transient=True) as advance:

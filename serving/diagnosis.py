@@ -104,7 +104,9 @@ def suspicions(comparisons: Sequence[ServedComparison], tolerance: float, dtype:
 
 
 def _greedy(compared: ServedComparison, tolerance: float, dtype: str) -> Iterator[Suspicion]:
-    kind, parted, same_target = None, compared.parted(dtype), compared.same_target(dtype)
+    kind = None
+    parted = compared.parted(dtype)
+    same_target = compared.same_target(dtype)
     if parted:
         kind = _rounded(compared) if all(d.is_tie("bfloat16") for d in parted) else "target"
         kind = "end" if all(d.ending for d in parted) else kind
@@ -184,7 +186,9 @@ def _place(compared: ServedComparison) -> str:
 
 def _drawn(compared: ServedComparison, tolerance: float) -> Iterator[Suspicion]:
     """Yield what differs above temperature 0 alone."""
-    texts, length, surprise = [], compared.length, compared.surprise
+    texts = []
+    length = compared.length
+    surprise = compared.surprise
     if _differs(length, TOKENS):
         texts.append(f"texts are {length.value:+.1f} tokens longer than ours {length.bounds(1)}")
     # Beside another τ the smallest certain surprise tells that the texts are others.

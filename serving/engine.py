@@ -29,7 +29,10 @@ except ImportError:  # it comes with the extra `serving`
 LOOK_SECONDS, COMPLETION_SECONDS = 10.0, 600.0  # that an engine may take to answer
 BYTES_OF_A_TOKEN = 1024  # as text, as an id, and in fields beside them
 # A page of metrics has some thousand samples of some ten labels; a round has some ten drafts at most.
-MOST_SAMPLES, LONGEST_LINE, MOST_POSITIONS, LARGEST_COUNT = 50_000, 4096, 1024, 2**53
+MOST_SAMPLES = 50_000
+LONGEST_LINE = 4096
+MOST_POSITIONS = 1024
+LARGEST_COUNT = 2**53
 MOST_ENGINES = 256  # label sets on one page
 WITHIN = ("position", "le")  # labels of one engine's metric; all others tell whose it is
 SETTLE_SECONDS = 5.0  # how long an engine may take to count what it has already answered
@@ -126,7 +129,9 @@ class Engine:
     """
 
     def __init__(self, url: str, key: str | None = None, name: str | None = None):
-        self.url, self.key, self.name = root_url(url), key, name
+        self.url = root_url(url)
+        self.key = key
+        self.name = name
 
     @cached_property
     def model(self) -> str:
@@ -497,8 +502,11 @@ def _tgi(page: Page) -> Counters:
     )
 
 
-_VLLM, _SGLANG, _LLAMA_CPP = "vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted"
-_MEAN, _STARTED = "sglang_spec_accept_length", "process_start_time_seconds"
+_VLLM = "vllm:generation_tokens"
+_SGLANG = "sglang:generation_tokens"
+_LLAMA_CPP = "llamacpp:tokens_predicted"
+_MEAN = "sglang_spec_accept_length"
+_STARTED = "process_start_time_seconds"
 # By a name that only the page of one engine has: its reader, and how the names of its counters begin.
 READERS: dict[str, tuple[Callable[[Page], Counters], tuple[str, ...]]] = {
     _VLLM: (partial(_spec_decode, engine="vllm", prefix="vllm", tokens=_VLLM), (_VLLM, "vllm:spec_decode_num")),

@@ -83,8 +83,12 @@ class ServedSession:
         console: Console | None = None,
         target: str | None = None,
     ):
-        self.pair, self.trial, self.console = pair, trial, console
-        self.suites, self.target_path, self.explain = suites, target, True
+        self.pair = pair
+        self.trial = trial
+        self.console = console
+        self.suites = suites
+        self.target_path = target
+        self.explain = True
         if expected is not None:
             _require_same(expected, pair, trial, self._suite_names)
             self.expected = expected
@@ -239,10 +243,11 @@ def _asked(pair: Pair, trial: Trial, suites: Sequence[str]) -> dict[str, Any]:
 
 def _require_same(expected: Expectation, pair: Pair, trial: Trial, suites: Sequence[str]) -> None:
     """Refuse an expectation of another pair or of other settings; all differences are named."""
-    target, drafter, differing = pair.fingerprint().digest, pair.manifest.drafter.type, []
+    target = pair.fingerprint().digest
+    differing = []
     if expected.target != target:
         differing.append(f"the target is {expected.target[:12]}… there, the pair's {target[:12]}…")
-    now = _asked(pair, trial, suites) | {"drafter": drafter, "depth": trial.depth}
+    now = _asked(pair, trial, suites) | {"drafter": pair.manifest.drafter.type, "depth": trial.depth}
     now |= {"max_new_tokens": trial.max_new_tokens, "temperatures": list(trial.temperatures)}
     for name, value in now.items():
         if (there := getattr(expected, name)) != value:
@@ -291,16 +296,18 @@ def _reply(answers: Sequence[EngineCompletion], counts: Counters) -> Reply:
     )
 
 
+@dataclass
 class Survey:
     """The replies of a drafting engine and, for the speedup there, of the same engine without drafts."""
 
-    def __init__(self, expected: Expectation, console: Console | None = None, oldest: Oldest | None = None):
-        self.expected, self.console, self.oldest = expected, console, oldest or {}
-        self.facts: dict[str, Any] = {}
-        self.faults: list[Suspicion] = []
-        self.drafting: dict[float, list[Reply]] = {}
-        self.plain: dict[float, list[Reply]] = {}
-        self.foreign = 0
+    expected: Expectation
+    console: Console | None = None
+    oldest: Oldest = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict, init=False)
+    faults: list[Suspicion] = field(default_factory=list, init=False)
+    drafting: dict[float, list[Reply]] = field(default_factory=dict, init=False)
+    plain: dict[float, list[Reply]] = field(default_factory=dict, init=False)
+    foreign: int = field(default=0, init=False)
 
     def start(self, drafting: VllmLaunch, plain: VllmLaunch | None, place: Path, in_turns: bool) -> dict[str, Any]:
         """Start an engine with drafts and one without, at once or one after the other, and send them every prompt.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -31,12 +31,15 @@ from .engine import DraftCounts, Engine
 from .launching import VllmLaunch, running, split_speculation
 
 
+@dataclass
 class EngineRacer:
     """A contestant that completes prompts in an engine of its own, with drafts or without."""
 
-    def __init__(self, name: str, engine: Engine, depth: int, max_new_tokens: int, seed: int = 0):
-        self.name, self.engine, self.depth = name, engine, depth
-        self.max_new_tokens, self.seed = max_new_tokens, seed
+    name: str
+    engine: Engine
+    depth: int
+    max_new_tokens: int
+    seed: int = 0
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         before = self.engine.counters()

@@ -381,8 +381,11 @@ class _Writer:
     """Our decoder, answering the prompts in batches; text and rounds do not depend on the rest of a batch."""
 
     def __init__(self, target: Target, drafter: Drafter, trial: Trial, asked: Sequence[ServedPrompt]):
-        self.trial, self.asked, self.eos = trial, asked, set(target.eos_ids)
-        self.decoder, self.drafter = Decoder(target, drafter), drafter
+        self.trial = trial
+        self.asked = asked
+        self.eos = set(target.eos_ids)
+        self.decoder = Decoder(target, drafter)
+        self.drafter = drafter
         self.habits = HABITS[trial.habits]
 
     def answer(self, temperature: float, rule: str, advance: Advance) -> list[ServedAnswer]:

@@ -105,9 +105,8 @@ def new_pair(
         whole = _keep_suites(recipe, partial).to_yaml(drafter=with_defaults(recipe.drafter))
         write_atomically(partial / RECIPE, whole)
         report = None if report_folder is None else _copy_report(Path(report_folder).expanduser(), partial / REPORTS)
-        if report is not None:
-            _check_report(report, target, saved)
-        manifest = _identified(partial, target, saved, recipe, _plan(report, saved, recipe), parent)
+        measured = None if report is None else _measured(report, target, saved)
+        manifest = _identified(partial, target, saved, recipe, _plan(measured, recipe), parent)
         if existing is not None:
             manifest = _keep_adapter(existing, partial, manifest)
             _require_same(existing, manifest)
@@ -126,7 +125,9 @@ def new_pair(
             under = settings(recipe)
             measures = calibrate(target, saved, prompts, under, manifest.plan.restored(), console)
             baseline = under.model_copy(update={"prompts": measures})
-        changes["measurements"] = _measurements(report, saved, baseline)
+        changes["measurements"] = Measurements(headline=[], suites={}, conditions={}, baseline=baseline)
+        if report is not None and measured is not None:
+            changes["measurements"] = _measurements(report, measured, baseline)
         manifest = manifest.model_copy(update=changes)
         sizes = {name: (partial / name).stat().st_size for name in manifest.files()}
         manifest = manifest.model_copy(update={"sizes": sizes}).sealed()
@@ -327,13 +328,10 @@ def _source(target: Target) -> Source:
     return Source(**values)
 
 
-def _measurements(report: Report | None, drafter: Drafter, baseline: ProbeBaseline | None) -> Measurements:
-    if report is None:
-        return Measurements(headline=[], suites={}, conditions={}, baseline=baseline)
+def _measurements(report: Report, measured: ContestantInfo, baseline: ProbeBaseline | None) -> Measurements:
     conditions = report.conditions.model_dump(mode="json")
     suites = {suite["name"]: suite["digest"] for suite in conditions.pop("suites")}
-    about = _about(report, drafter).name
-    figures = [report.headline(about, temperature) for temperature in report.conditions.temperatures]
+    figures = [report.headline(measured.name, temperature) for temperature in report.conditions.temperatures]
     headline = [
         Headline(
             temperature=f.temperature,
@@ -347,43 +345,27 @@ def _measurements(report: Report | None, drafter: Drafter, baseline: ProbeBaseli
     return Measurements(headline=headline, suites=suites, conditions=conditions, baseline=baseline)
 
 
-def _check_report(report: Report, target: Target, drafter: Drafter) -> None:
-    """Refuse a report about another target or drafter: a pair's parts must have been measured together."""
-    reported, fingerprint = report.conditions.target.get("fingerprint"), target.fingerprint().digest
-    if reported != fingerprint:
-        raise BadInputError(
-            f"the report is about another target: its fingerprint is {str(reported)[:12]}…, this target's "
-            f"{fingerprint[:12]}… ({target.dtype}). Measure this one, or load it as it was measured (another dtype is "
-            "another target)."
-        )
-    measured, own = _about(report, drafter).digest, drafter.digest()
-    if measured is None:
-        raise BadInputError(
-            "the report does not say which weights of the drafter were measured: an older Outrider made it. Measure "
-            "again with `outrider eval`."
-        )
-    if measured != own:
-        raise BadInputError(
-            f"the report is about other weights or settings of a {drafter.name}: the drafter measured has the digest "
-            f"{measured[:12]}…, this one {own[:12]}…. Measure this one with `outrider eval`, or name the one that was "
-            "measured."
-        )
-
-
-def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord:
+def _plan(measured: ContestantInfo | None, recipe: Recipe) -> PlanRecord:
     """Return the plan that was measured; without a report, the recipe's."""
-    if report is None:
+    if measured is None:
         return PlanRecord(**{name: getattr(recipe.eval, name) for name in ("depth", "width", "nodes", "tree")})
-    measured = _about(report, drafter)
     return PlanRecord(**{name: getattr(measured, name) for name in PlanRecord.model_fields})
 
 
-def _about(report: Report, drafter: Drafter) -> ContestantInfo:
-    """Return the pair's drafter under its own plan: the contestant with its name, else the first of its type.
+def _measured(report: Report, target: Target, drafter: Drafter) -> ContestantInfo:
+    """Return the pair's drafter in a report, under its own plan: the contestant with its name, else one of its type.
 
     A tuned plan of it, or of a fusion with it, may stand first: that one is kept with the tuning. BadInputError for a
-    report about another drafter.
+    report about another target or drafter: a pair's parts must have been measured together.
     """
+    reported = str(report.conditions.target.get("fingerprint"))
+    fingerprint = target.fingerprint().digest
+    if reported != fingerprint:
+        raise BadInputError(
+            f"the report is about another target: its fingerprint is {reported[:12]}…, this target's "
+            f"{fingerprint[:12]}… ({target.dtype}). Measure this one, or load it as it was measured (another dtype is "
+            "another target)."
+        )
     drafting = [c for c in report.contestants if c.kind == "drafter"]
     of_its_type = [c for c in drafting if c.drafter == drafter.name]
     if not of_its_type or drafting[0].drafter not in (drafter.name, Fusion.name):
@@ -394,7 +376,20 @@ def _about(report: Report, drafter: Drafter) -> ContestantInfo:
             f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first "
             "in the list."
         )
-    return next((c for c in of_its_type if c.name == drafter.name), of_its_type[0])
+    measured = next((c for c in of_its_type if c.name == drafter.name), of_its_type[0])
+    own = drafter.digest()
+    if measured.digest is None:
+        raise BadInputError(
+            "the report does not say which weights of the drafter were measured: an older Outrider made it. Measure "
+            "again with `outrider eval`."
+        )
+    if measured.digest != own:
+        raise BadInputError(
+            f"the report is about other weights or settings of a {drafter.name}: the drafter measured has the digest "
+            f"{measured.digest[:12]}…, this one {own[:12]}…. Measure this one with `outrider eval`, or name the one "
+            "that was measured."
+        )
+    return measured
 
 
 def paired(folder: str | Path, target: Target, drafter: Drafter, console: Console | None = None) -> Pair:

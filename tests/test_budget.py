@@ -19,7 +19,7 @@ HOUSE = Path(__file__).parents[1]
 LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
-    "common": 3300,
+    "common": 3250,
     "targets": 6840,
     "heads": 8300,
     "formats": 3830,
@@ -29,8 +29,8 @@ ROOMS = {
     "costs": 1260,
     "eval": 4900,
     "train": 4790,
-    "pair": 3500,
-    "serving": 2460,
+    "pair": 3335,
+    "serving": 2390,
     "scripts": 3900,
     LAB: 9000,
 }

@@ -20,10 +20,10 @@ from .base_layout import ExportLayout
 from .blocks import DFLASH, DFLASH2, DSPARK, SpeculatorsBlocks
 from .draft_models import FILE as GGUF_FILE
 from .draft_models import Gguf, Plain
-from .eagle import EagleLayout, Sglang
+from .eagle_layouts import EagleLayout, Sglang
 from .early_exit import EarlyExit
-from .medusa import MedusaRepository, MedusaVllm
-from .mtp import NativeMtp
+from .medusa_layouts import MedusaRepository, MedusaVllm
+from .mtp_layout import NativeMtp
 from .raw_blocks import DeepSpec, ZLab
 from .speculators import Speculators, SpeculatorsPEagle
 

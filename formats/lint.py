@@ -27,7 +27,7 @@ from ..targets.model_folder import PICKLES
 from ..targets.weights import WEIGHT_TYPES
 from .base_layout import RECORD, DrafterFiles, ExportLayout, Fields, digest, other_types
 from .blocks import BlockLayout
-from .eagle import as_speculators
+from .eagle_layouts import as_speculators
 from .engine_logits import vllm_rope
 from .import_ import NONSENSE, nonsense_explained, recognised
 from .llama import EMBEDDINGS

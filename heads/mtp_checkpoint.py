@@ -7,7 +7,7 @@ Two layouts, N the target's layers (`{layer}` stands for the tensors of a decode
     Qwen3-Next, Qwen3.5        mtp.layers.0.{layer}, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm
 
 Both project [embedding; hidden], and read the target's hidden state after its final norm. `transformers` neither loads
-nor saves these tensors: the checkpoint must be the published one. (formats/mtp.py writes them back.)
+nor saves these tensors: the checkpoint must be the published one. (formats/mtp_layout.py writes them back.)
 
 A module's layer is one decoder layer of the target's own architecture, the last, with full attention: `transformers`
 makes it from the target's config (`plain_body`), so that layers that come with a target's checkpoint fit.

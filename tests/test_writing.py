@@ -102,7 +102,7 @@ def test_whole_folders_are_written_by_few() -> None:
     assert found - ALLOWED == {
         "distill/data_set.py",
         "formats/early_exit.py",
-        "formats/mtp.py",
+        "formats/mtp_layout.py",
         "formats/draft_models.py",
         "heads/draft_model.py",
         "pair/new.py",

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.formats import export_drafter, import_drafter, recognised
-from outrider.formats.mtp import main, save_native
+from outrider.formats.mtp_layout import main, save_native
 from outrider.heads import Mtp, MtpConfig, load_drafter
 from outrider.heads.divergences import DIVERGENCES
 from outrider.heads.mtp_checkpoint import plain_body

@@ -4,7 +4,7 @@ An engine reads them with the target: an export is the whole checkpoint again, w
 of those that it came with.
 
 # safetensors files to put in the place of CHECKPOINT's
-python -m outrider.formats.mtp DRAFTER CHECKPOINT OUT
+python -m outrider.formats.mtp_layout DRAFTER CHECKPOINT OUT
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _like(name: str, tensor: Tensor, original: Tensor) -> Tensor:
 def main(arguments: list[str] | None = None) -> int:
     """Write a trained drafter's modules under their native names; return 0, 2 for bad input, 3 for incompatible."""
     parser = argparse.ArgumentParser(
-        prog="python -m outrider.formats.mtp", description="Write MTP modules back under their native names."
+        prog="python -m outrider.formats.mtp_layout", description="Write MTP modules back under their native names."
     )
     parser.add_argument("drafter", help="the folder of a trained mtp drafter")
     parser.add_argument("checkpoint", help="the target's published checkpoint: a folder or a Hub id")

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from ..pair.registry import Version
 
 VERSION: Final = 1
-Fields = Mapping[str, Any]  # types by the names of fields
+Fields = dict[str, Any]  # by the names of fields
 
 
-def fields_of(result: type, *names: str) -> dict[str, Any]:
+def fields_of(result: type, *names: str) -> Fields:
     """Return the fields of a verb's result (a dataclass or a model) with their types, those of `names` if any are."""
     known = get_type_hints(result, include_extras=True)
     declared = getattr(result, "__dataclass_fields__", None) or getattr(result, "model_fields", {})
@@ -75,7 +75,7 @@ REPORT: Fields = {"folder": str, **fields_of(Report, *_REPORT), "remarks": list[
 PAIR: Fields = {"folder": str, **fields_of(PairFacts)}
 
 # The fields of every answer that needs no torch, by the verb that gives it; `_with_torch` has the others.
-ANSWERS: dict[str, Any] = {
+ANSWERS: Fields = {
     "error": {"error": str},
     "distill": {"folder": str, "counts": dict[str, int | float]},
     "train": {"drafter": str, "adapter": str | None, "steps": int, "metrics": dict[str, Any]},
@@ -95,7 +95,7 @@ ANSWERS: dict[str, Any] = {
 }
 
 
-def _with_torch() -> dict[str, Any]:
+def _with_torch() -> Fields:
     """Return the fields of answers whose types need torch, those of other packages' verbs among them."""
     from ..costs.training import Needs
     from ..distill.recipe_prompts import RowCounts
@@ -118,7 +118,7 @@ def _with_torch() -> dict[str, Any]:
     return answers | {kind: fields for group in verb_groups().values() for kind, fields in group.bodies().items()}
 
 
-def all_answers() -> dict[str, Any]:
+def all_answers() -> Fields:
     """Return the fields (or the type) of the answer of every verb."""
     return ANSWERS | _with_torch()
 
@@ -133,7 +133,7 @@ def adapter_of(kind: str) -> TypeAdapter[Any]:
     return TypeAdapter(model)
 
 
-def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
+def answer(kind: str, body: Any, exit_code: int = 0) -> Fields:
     """Return a verb's answer as plain values: the envelope and the fields of `body`. NaN and inf become null."""
     form = adapter_of(kind)
     whole = form.validate_python(body) if isinstance(body, dict) else body
@@ -141,18 +141,18 @@ def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
     return {"schema": f"outrider.{kind}/{VERSION}", "exit_code": exit_code, **_finite(plain)}
 
 
-def report_fields(report: Report, folder: Path) -> dict[str, Any]:
+def report_fields(report: Report, folder: Path) -> Fields:
     """Return the answer about a report in `folder`: without its prompts, with remarks on them, and what to do."""
     own = {name: getattr(report, name) for name in _REPORT}
     return own | {"folder": str(folder), "remarks": remarks(report), "decision": decision(report)}
 
 
-def pair_fields(pair: PairFiles) -> dict[str, Any]:
+def pair_fields(pair: PairFiles) -> Fields:
     """Return the answer about a pair: what it is, where it comes from, and what it achieved."""
     return {"folder": str(pair.folder), **_in_short(pair.manifest)}
 
 
-def version_fields(version: Version) -> dict[str, Any]:
+def version_fields(version: Version) -> Fields:
     """Return the answer about a pair's version in a registry."""
     manifest = version.manifest
     return {
@@ -163,7 +163,7 @@ def version_fields(version: Version) -> dict[str, Any]:
     }
 
 
-def _in_short(manifest: Manifest) -> dict[str, Any]:
+def _in_short(manifest: Manifest) -> Fields:
     return {
         "name": manifest.name,
         "version": manifest.version,
@@ -175,7 +175,7 @@ def _in_short(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def schema(kind: str) -> dict[str, Any]:
+def schema(kind: str) -> Fields:
     """Return the JSON Schema of a verb's answer."""
     body = adapter_of(kind).json_schema(mode="serialization")
     envelope = {"schema": {"const": f"outrider.{kind}/{VERSION}"}, "exit_code": {"type": "integer", "minimum": 0}}
@@ -184,7 +184,7 @@ def schema(kind: str) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | body | fields
 
 
-def schemas() -> dict[str, dict[str, Any]]:
+def schemas() -> dict[str, Fields]:
     """Return all schemas by their files' names: one for each answer, those of pair.json and of report.json."""
     found = {f"{kind}.json": schema(kind) for kind in all_answers()}
     report = Report.model_json_schema()

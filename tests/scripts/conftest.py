@@ -99,15 +99,14 @@ def target_folder(
     return folder
 
 
-@pytest.fixture
-def recipe_file(tmp_path: Path, target_folder: Path) -> Path:
-    """A recipe whose every path lies in this test's own folder."""
-    prompts = tmp_path / "prompts.jsonl"
+def tiny_recipe(place: Path, target: Path) -> dict[str, Any]:
+    """Return a recipe whose every path lies in `place`, after writing its prompts there."""
+    prompts = place / "prompts.jsonl"
     rows = [{"id": f"p{i}", "text": f"def function_{i}(first, second):\n"} for i in range(6)]
     prompts.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    recipe = {
+    return {
         "name": "tiny",
-        "target": {"path": str(target_folder)},
+        "target": {"path": str(target)},
         "drafter": {"type": "eagle3", "steps": 2, "draft_vocab_size": 64},
         "data": {
             "prompts": [str(prompts)],
@@ -125,10 +124,15 @@ def recipe_file(tmp_path: Path, target_folder: Path) -> Path:
             "temperatures": [0.0],
             "depth": 2,
         },
-        "output": str(tmp_path / "run"),
+        "output": str(place / "run"),
     }
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, target_folder: Path) -> Path:
+    """A recipe whose every path lies in this test's own folder."""
     file = tmp_path / "tiny.yaml"
-    file.write_text(yaml.safe_dump(recipe))
+    file.write_text(yaml.safe_dump(tiny_recipe(tmp_path, target_folder)))
     return file
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from outrider.common.places import MARKER, PAIR, kind_of, require_new, require_p
 from outrider.common.safe_load import read_json
 from outrider.heads import Ngram
 
-from .conftest import Command, failed, succeeded
+from .conftest import Command, failed, succeeded, tiny_recipe
 
 PLACES = ("pair", "registry", "export", "drafter", "model", "report", "run", "comparison", "somebody's")
 # A verb's words; P is the place that it is told to write to, F a file that lies there, R a recipe, T its target.
@@ -68,20 +67,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Path
     def outrider(*words: object) -> None:
         succeeded(CliRunner().invoke(app, [str(word) for word in words]))
 
-    prompts = here / "prompts.jsonl"
-    rows = [{"id": f"p{i}", "text": f"def function_{i}(first, second):\n"} for i in range(6)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"prompts": [str(prompts)], "max_new_tokens": 8, "holdout": 0.0, "allow_leaks": True}
-    measured = {"suites": [str(prompts)], "limit": 2, "max_new_tokens": 8, "repeats": 1, "temperatures": [0.0]}
-    recipe = {
-        "name": "tiny",
-        "target": {"path": str(target_folder)},
-        "drafter": {"type": "eagle3", "taps": [1, 3, 5], "steps": 1, "draft_vocab_size": 64},
-        "data": data,
-        "training": {"max_steps": 2, "disable_tqdm": True},
-        "eval": measured | {"depth": 2, "baselines": []},
-        "output": str(here / "run"),
-    }
+    recipe = tiny_recipe(here, target_folder)
+    recipe["drafter"] |= {"taps": [1, 3, 5], "steps": 1}
+    recipe["eval"] |= {"limit": 2, "baselines": []}
     (here / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     (here / "other.yaml").write_text(yaml.safe_dump(recipe | {"output": str(here / "other")}))
     for verb in (("train",), ("eval",), ("pair", "new", here / "pair")):

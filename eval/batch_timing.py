@@ -57,8 +57,6 @@ def make_groups(jobs: Sequence[PromptJob], size: int, least: int, seed: int = 0)
     """
     if not 1 <= size <= len(jobs):
         raise BadInputError(f"batches: a size must be between 1 and the number of prompts, {len(jobs)}; got {size}.")
-    if least < 1:
-        raise BadInputError(f"batches: at least one batch of each size is needed, got {least}.")
     generator = random.Random(seed)
     groups: list[list[PromptJob]] = []
     wanted = max(least, len(jobs) // size)
@@ -119,13 +117,9 @@ def measure_batches(
         tick: called after each batch. more: contestants beside these.
 
     Raises:
-        BadInputError: a size below 1 or above the number of prompts, or no baseline.
+        BadInputError: a size below 1 or above the number of prompts.
     """
-    plain = next((name for name, decoder, _ in decoders if decoder.drafter is None), None)
-    if plain is None:
-        raise BadInputError(
-            "batches: the plain target must take part; every speedup is over it. Add a contestant without a drafter."
-        )
+    plain = next(name for name, decoder, _ in decoders if decoder.drafter is None)
     sizes = list(dict.fromkeys(settings.batch_sizes))
     groups = [(size, group) for size in sizes for group in make_groups(jobs, size, least, settings.seed)]
     random.Random(settings.seed).shuffle(groups)
@@ -136,19 +130,13 @@ def measure_batches(
             racer(widest, temperature)  # the first calls of a size are slow
     answers = race(racers, [group for _, group in groups], temperature, settings.repeats, tick)
     done = {name: [median_repeat(repeats) for repeats in per_group] for name, per_group in answers.items()}
-    return [
-        batch_figures(
-            name,
-            plain,
-            size,
-            temperature,
-            done,
-            [i for i, (own, _) in enumerate(groups) if own == size],
-            apart=2 * size <= len(jobs),
-        )
-        for size in sizes
-        for name in done
-    ]
+    figures = []
+    for size in sizes:
+        own = [i for i, (of, _) in enumerate(groups) if of == size]
+        figures += [
+            batch_figures(name, plain, size, temperature, done, own, apart=2 * size <= len(jobs)) for name in done
+        ]
+    return figures
 
 
 def batch_figures(

@@ -13,9 +13,9 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel
@@ -60,23 +60,16 @@ def typed_keys(form: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Rec
     properties = form.model_json_schema()["properties"]
     for name, field in form.model_fields.items():
         kinds = alternatives(field.annotation)
-        members = [
-            a for kind in kinds for a in (alternatives(get_args(kind)[0]) if get_origin(kind) is list else (kind,))
-        ]
-        sections = [member for member in members if is_section(member)]
         words = " or ".join("a section" if is_section(kind) else in_words(kind) for kind in kinds)
-        limits = "".join(f" {sign} {bound}" for sign, bound in _limits(properties[name]))
+        for part in (properties[name], *properties[name].get("anyOf", ())):
+            words += "".join(f" {sign} {part[limit]}" for limit, sign in _LIMITS.items() if limit in part)
         value = None if field.is_required() else field.get_default(call_default_factory=True)
         default = "required" if field.is_required() else "" if isinstance(value, Section) else json.dumps(value)
-        yield RecipeKey(prefix + name, words + limits, default, _meaning(form, name))
-        for section in sections:
-            yield from typed_keys(section, f"{prefix}{name}.")
-
-
-def _limits(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the bounds of a number as its JSON Schema has them."""
-    for part in (schema, *schema.get("anyOf", ())):
-        yield from ((sign, part[name]) for name, sign in _LIMITS.items() if name in part)
+        yield RecipeKey(prefix + name, words, default, _meaning(form, name))
+        for kind in kinds:
+            members = alternatives(get_args(kind)[0]) if get_origin(kind) is list else (kind,)
+            for section in filter(is_section, members):
+                yield from typed_keys(section, f"{prefix}{name}.")
 
 
 def _meaning(form: type, name: str) -> str:
@@ -96,7 +89,8 @@ def _of_drafters(name: str) -> list[RecipeKey]:
 
     known = {kind: head.config_class for kind, head in HEADS.items() if head.trainable}
     if name == "type":
-        return [RecipeKey("drafter.type", f"one of {', '.join(map(repr, sorted(known)))}", "required", _TYPE)]
+        meaning = "the architecture; docs/guides/choosing-a-method.md compares them."
+        return [RecipeKey("drafter.type", f"one of {', '.join(map(repr, sorted(known)))}", "required", meaning)]
     keys = [key for kind, form in known.items() for key in _settings(form, kind) if key.path.endswith(f".{name}")]
     if not keys:
         near = did_you_mean(name, {f.name for form in known.values() for f in fields(form)})
@@ -104,20 +98,16 @@ def _of_drafters(name: str) -> list[RecipeKey]:
     return keys
 
 
-_TYPE = "the architecture; docs/guides/choosing-a-method.md compares them."
-
-
 def _settings(form: type, kind: str) -> Iterator[RecipeKey]:
     assert is_dataclass(form)
-    hints, words = get_type_hints(form), getattr(form, "words", {})
+    hints = get_type_hints(form)
     for one in fields(form):
         default = one.default_factory() if one.default_factory is not MISSING else one.default
-        allowed = ", ".join(map(repr, words.get(one.name, ())))
+        allowed = ", ".join(map(repr, getattr(form, "words", {}).get(one.name, ())))
         shown = "required" if default is MISSING else json.dumps(default)
         meaning = _meaning(form, one.name) or ("" if default != 0 else "as the target's.")
-        yield RecipeKey(
-            f"{kind}.{one.name}", f"one of {allowed}" if allowed else in_words(hints[one.name]), shown, meaning
-        )
+        words = f"one of {allowed}" if allowed else in_words(hints[one.name])
+        yield RecipeKey(f"{kind}.{one.name}", words, shown, meaning)
 
 
 def _of_training(name: str) -> RecipeKey:
@@ -178,10 +168,7 @@ def page() -> str:
     parts = [_HEADER, _table("Keys", known)]
     for kind, head in sorted(HEADS.items()):
         if head.trainable:
-            keys = [
-                RecipeKey(k.path.replace(kind, "drafter", 1), k.kind, k.default, k.meaning)
-                for k in _settings(head.config_class, kind)
-            ]
+            keys = [replace(k, path=f"drafter{k.path[len(kind) :]}") for k in _settings(head.config_class, kind)]
             parts.append(_table(f"drafter.type: {kind}", keys))
     return "\n".join(parts)
 

@@ -23,9 +23,9 @@ DRAFTED, OWN = "green", "magenta"
 
 @dataclass
 class Tally:
-    """The counts and the time of a stream. The first event is the prefill's token, which belongs to no round.
+    """The counts and the seconds of a stream, without the time in which its text is shown.
 
-    Showing the text takes none of the `seconds`.
+    The first event is the prefill's token, which belongs to no round.
     """
 
     tokens: int = 0

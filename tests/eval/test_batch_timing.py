@@ -47,8 +47,6 @@ def test_sizes_without_a_full_batch_are_refused(jobs):
     for size in (0, 11):
         with pytest.raises(BadInputError, match=f"between 1 and the number of prompts, 10; got {size}"):
             make_groups(jobs, size, 1)
-    with pytest.raises(BadInputError, match="at least one batch"):
-        make_groups(jobs, 1, 0)
 
 
 def test_a_whole_measurement(tiny_llama, jobs):
@@ -92,12 +90,6 @@ def test_figures_by_hand():
     assert batch_figures("plain", "plain", 2, 0.0, {"own": own, "plain": base}, [0, 1]).tau is None
     together = batch_figures("own", "plain", 2, 0.0, {"own": own, "plain": base}, [0, 1], apart=False)
     assert (together.tau.value, together.tau.known) == (point.tau.value, False)  # the same prompts twice are one draw
-
-
-def test_the_plain_target_must_take_part(tiny_llama, jobs):
-    target = Target(tiny_llama(layers=1))
-    with pytest.raises(BadInputError, match="the plain target must take part"):
-        measure_batches([("self", Decoder(target, DraftModel(target.model)), Plan(2))], jobs, EvalSpec(batch_sizes=[1]))
 
 
 def make_point(name: str, size: int, value: float, known: bool = True) -> BatchFigures:

@@ -105,6 +105,19 @@ def test_constraints_pin_every_direct_dependency_exactly() -> None:
     assert [w for w in wanted if normalised(re.split("[>=[]", w)[0].strip()) not in pinned] == []
 
 
+def test_the_supported_versions_are_those_of_the_package() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| ")]
+    said = {row[0].strip("| "): (row[1].strip(), row[2].strip("| ")) for row in rows}
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    bounds = {re.split("[>=]", each)[0]: each for each in PROJECT["project"]["dependencies"]}
+    for name in ("torch", "transformers", "accelerate", "peft"):
+        assert said[name] == (bounds[name].removeprefix(name), pins[name])
+    listed = [c.rpartition(" ")[2] for c in PROJECT["project"]["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    assert said["Python"][0] == ", ".join(listed)
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert f'python: ["{said["Python"][1].replace(" and ", chr(34) + ", " + chr(34))}"]' in workflow
+
+
 def normalised(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 

@@ -41,6 +41,16 @@ PUBLIC = {
     "pair": "Pairs: made, verified, probed, exported",
 }
 WORDS_A_MINUTE = 200
+# Pages that answer questions come before those that list names.
+BOOSTS = {
+    "start": 4,
+    "for-assistants": 4,
+    "guides/": 4,
+    "concepts/": 4,
+    "troubleshooting": 2,
+    "developers/": 0.3,
+    "reference/python": 0.3,
+}
 SEARCH = 'data-md-component="search" role="dialog"'
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 
@@ -101,6 +111,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     source = next((path for path, place in OUTSIDE.items() if place == page.file.src_uri), f"docs/{page.file.src_uri}")
     text = LINK.sub(lambda found: site_link(found[1], source, page.file.src_uri, files), markdown)
     line = facts(page.file.src_uri, text, config.extra["work"])
+    place = page.file.src_uri
+    page.meta["search"] = {"boost": next((times for part, times in BOOSTS.items() if place.startswith(part)), 1)}
     return re.sub(r"\A(.*?^# .+?\n)", rf"\1\n{line}\n", text, count=1, flags=re.MULTILINE | re.DOTALL)
 
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ..common import BadInputError
 from ..decode import Costs
-from ..decode.sampling import highest
 from ..decode.static_batch import margin, window_of
 from ..heads import Drafter
+from ..heads.session import greedy_chain
 from ..targets import RaggedCache, RowLengths, Target
 from ..targets.split_attention import steady_kernels
 from .timing import CapturedReplay, captured, medians, timed, turns
@@ -235,7 +235,7 @@ class _Drafting:
 
     def draft(self, depth: int) -> object:
         """Draft a chain greedily."""
-        return self.session.propose(self.tokens[:, self.length], depth, _most_probable)
+        return greedy_chain(self.session, self.tokens[:, self.length], min(depth, self.drafter.max_depth or depth))
 
     def update(self, depth: int) -> None:
         """Update with what the target has processed: the root and `depth` drafts, of which half stay."""
@@ -247,11 +247,6 @@ class _Drafting:
         hidden = torch.randn(shape, device=self.target.device, dtype=self.target.dtype) if taps else None
         self.session.update(tokens, hidden, RowLengths.of(counts, self.target.device))
         self.length += max(counts)
-
-
-def _most_probable(logits: Tensor, token_ids: Tensor | None) -> Tensor:
-    best = highest(logits).token
-    return best if token_ids is None else token_ids[best]
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
 from ..targets.images import ImageInputs
 from ..targets.split_attention import steady_kernels
 from .control import Controller, Schedule
-from .drafting import ProposalCheck, SamplerConfig
 from .memory import Load, require_memory
 from .nonfinite import NonFiniteTracer
 from .plan import Plan
+from .proposal_check import ProposalCheck
 from .rng import Seed, seed_on
-from .round import PendingRound, RoundRow, RoundSetup, RoundState, first_tokens, step
-from .sampling import Keys, Processors, Sampling
+from .round import PendingRound, RoundRow, RoundSetup, RoundState, first_tokens, model_drafts, propose, step
+from .sampling import Keys, Processors, SamplerConfig, Sampling
 from .static_batch import StaticBatch, StaticBatches
 from .stats import DecodeStats, Output, Round, Seconds, StreamEvent
 
@@ -374,8 +374,6 @@ class Run:
             self.static_batch = self.static_batches.reserve(rows, load.length, load.spare, drafter)
             self.margin = load.margin
             self.setup = replace(self.setup, may_sync=False)
-            if self.setup.proposals is not None:
-                self.setup.proposals.is_done = not self.setup.abilities.from_text
             _ = self.setup.static_tree  # made now: a capture may not copy from the host
             cache, session = self.static_batch.cache, self.static_batch.session
         else:
@@ -383,12 +381,24 @@ class Run:
             spare = load.spare if self.setup.abilities.reads_nodes else 0
             if drafter is not None:
                 session = drafter.open(self.target, rows, load.length, spare, cache)
+        self._check_output_ids(session)
         seed: Seed = seed_on(tokens.device, request.sampling.seed) if fixed else request.sampling.seed
         speculate = None if all(self.drafts) else torch.tensor(self.drafts, device=tokens.device)
         processors = self.setup.sampler_config.processors
         context = None if processors is None else processors.start(tokens, counts.tensor)
         ids = torch.tensor(request.ids, device=tokens.device)
         return RoundState(tokens[:, 0], ids, seed, speculate, context, cache, session)
+
+    def _check_output_ids(self, session: Session) -> None:
+        """Raise IncompatibleError if the session, which may be somebody else's, drafts tokens that do not exist."""
+        ids = None if session.model is None else session.model.output_ids
+        if ids is None or (int(ids.min()) >= 0 and int(ids.max()) < self.target.vocab_size):
+            return
+        raise IncompatibleError(
+            f"the output_ids of the drafter's {type(session).__name__} are tokens from {int(ids.min())} to "
+            f"{int(ids.max())}; expected ids from 0 to {self.target.vocab_size - 1}, the target's vocabulary. Mend the "
+            "session (docs/developers/adding-a-drafter.md), or take another drafter."
+        )
 
     def _round(self, state: RoundState) -> tuple[RoundState, list[StreamEvent]]:
         began = self._drafted_at = self._clock()
@@ -398,7 +408,7 @@ class Run:
         self._pending = self._launch(state, depth) if self._goes_ahead(state, depth) else None
         rows = current.read() if self.static_batch is None else self.static_batch.read(current)
         if depth:
-            self.rule = current.rule
+            self.rule = self.setup.rule
         events = self._emit(rows)
         self.seconds.draft += self._drafted_at - began
         self.seconds.verify += self._clock() - self._drafted_at
@@ -407,8 +417,11 @@ class Run:
     def _launch(self, state: RoundState, depth: int) -> PendingRound:
         """Launch a round; where its shapes are not fixed, its drafting is timed."""
         if self.static_batch is None:
-            state, result = step(self.setup, state, depth, self._note_drafted)
-            return PendingRound(state, result.packed.tolist, result.rule)
+            proposal = propose(self.setup, state.session, state.root, depth)
+            with_model = model_drafts(proposal, len(state.root))
+            before = replace(state, proposal=proposal)
+            after, result = step(self.setup, before, depth, with_model, self._note_drafted)
+            return PendingRound(replace(after, proposal=None), result.packed.tolist)
         if not self._launched:  # only now: the first token is out
             state.session.read_ahead(1 + self.setup.plan.depth)
             self._launched = True

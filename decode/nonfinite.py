@@ -1,8 +1,4 @@
-"""Logits that are not finite: noticed in every round at no cost, then traced to the layer that they come from.
-
-A single NaN or infinity among the logits of a place shows in its largest logit and in every probability of it, so a
-round looks at one number of each of P places.
-"""
+"""Logits that are not finite, traced to the layer that they come from."""
 
 from __future__ import annotations
 
@@ -11,16 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-
-
-def are_finite(values: list[Tensor]) -> Tensor:
-    """Return for each row whether the numbers `[B, P]` are all finite, `[B]`."""
-    together = values[0] if len(values) == 1 else torch.cat(values, 1)
-    # The largest magnitude in a row with a NaN is NaN, and no comparison with NaN is true.
-    return torch.linalg.vector_norm(together, float("inf"), dim=1) < float("inf")
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """One round: draft, verify, commit. Everything in it stays on the device, and nothing in it depends on a length.
 
 A sequence is committed tokens plus a `root`: its last token, which the target has not processed yet. A round drafts
-after the root, verifies root and drafts in one pass of the target, and ends with a new root. It takes a `RoundState`
-and returns the next one with a `RoundResult`, of which the host reads one small tensor: a `RoundRow` per sequence.
+after the root, verifies root and drafts in one pass of the target, and ends with a new root. `step` takes a
+`RoundState` and returns the next one with a `RoundResult`, of which the host reads one small tensor: a `RoundRow` per
+sequence. Where a session has a text part, the host asks it first (`propose`): its tokens are the whole proposal, or
+its beginning.
 
 Shapes: B active rows, N draft tokens, D of them on the longest path (in a chain all), V vocabulary, K taps,
 H hidden size.
@@ -10,7 +12,7 @@ H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,27 +21,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..heads import Abilities, NodeSession, Proposal, Session
-from ..heads.lookup.fusion import propose_after
 from ..heads.session import handed
 from ..targets import RaggedCache, RowLengths, Target
 from .control import Schedule
-from .drafting import (
-    ChainDraft,
-    Draft,
-    DraftSampler,
-    ProposalCheck,
-    SamplerConfig,
-    StaticTree,
-    grow_dynamic,
-    grow_static,
-    propose_confidently,
-)
-from .nonfinite import are_finite
 from .plan import Plan
+from .proposal_check import ProposalCheck
 from .rng import Seed
 from .rule_table import LOSSY, RULES, DraftShape
 from .rules import JUDGES, Verdict, VerifyInputs
-from .sampling import Context, Keys, nothing_left
+from .sampling import Context, Draft, DraftSampler, Keys, NextToken, SamplerConfig, are_finite, nothing_left
+from .trees import StaticTree, grow_dynamic, grow_static
 
 _NOTHING_LEFT, _NOT_FINITE = -1, -2  # in place of a token that follows; see `RoundRow`
 
@@ -55,7 +46,7 @@ class RoundSetup:
     taps: tuple[int, ...] = ()  # hidden states that the drafter reads
     # Whether the host may wait for the device, to learn whether a chain has ended: not in a round of fixed shape.
     may_sync: bool = True
-    proposals: ProposalCheck | None = None  # of what the drafter's session returns
+    proposals: ProposalCheck | None = None  # of what the text part of the drafter's session proposes
     # Called with every verdict and what it was made of; for measurements.
     on_verdict: Callable[[Verdict, VerifyInputs], None] | None = None
 
@@ -64,9 +55,25 @@ class RoundSetup:
         """Whether the text may be other than the target's own: the plan asked for such a rule."""
         return self.plan.verify in LOSSY
 
-    def rule(self, deterministic: bool) -> str:
-        """Return the name of the rule for proposals that are, or are not, deterministic."""
-        return self.plan.rule(self.sampler_config.sampling.temperature, deterministic)
+    @cached_property
+    def rule(self) -> str:
+        """The name of the rule that judges every round."""
+        return self.plan.rule(self.sampler_config.sampling.temperature, self.abilities.deterministic)
+
+    @cached_property
+    def shape(self) -> DraftShape:
+        """The plan's shape; a chain for a drafter that grows no trees."""
+        return self.plan.shape if self.abilities.reads_nodes else DraftShape.CHAIN
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The plan's rule for how many of a batch's drafts are verified, if it has one."""
+        return self.plan.control if isinstance(self.plan.control, Schedule) else None
+
+    @cached_property
+    def asks_confidence(self) -> bool:
+        """Whether the drafter's own confidence decides how long chains are."""
+        return self.abilities.confident and bool(self.plan.confidence or self.schedule)
 
     @cached_property
     def static_tree(self) -> StaticTree | None:
@@ -76,7 +83,11 @@ class RoundSetup:
 
 @dataclass(frozen=True)
 class RoundState:
-    """What a round leaves for the round after it."""
+    """What a round leaves for the round after it.
+
+    The value is frozen, its cache and session are not: `select` and `rebound` change both in place. A new tensor
+    belongs in `select`, if it has rows, and in `_moved`, the one list that captured rounds are copied by.
+    """
 
     root: Tensor  # each row's last token, not processed yet, [B]
     sequences: Tensor  # which sequence each row is, [B]; keys its randomness, with `seed`
@@ -85,6 +96,7 @@ class RoundState:
     context: Context | None  # the processors' view of the text, the root included; None without processors
     cache: RaggedCache  # the target's, of the committed tokens but the root
     session: Session  # the drafter's; an empty one where nothing is drafted
+    proposal: Proposal | None = None  # what the text part proposes for this round; None between rounds
 
     @property
     def keys(self) -> Keys:
@@ -92,7 +104,8 @@ class RoundState:
         return Keys(self.seed, self.sequences, self.cache.lengths + 1)
 
     def select(self, rows: list[int]) -> RoundState:
-        """Keep only these rows, in this order."""
+        """Keep only these rows, in this order; between rounds."""
+        assert self.proposal is None, "a proposal is of the rows that it was made for"
         self.cache.select(rows)
         self.session.select(list(rows))  # what sessions are handed is their own: a copy, if it is used again
         return replace(
@@ -106,23 +119,38 @@ class RoundState:
     # What a captured round reads and writes (see `static_batch`); entries of caches are written where they are.
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors that a round reads and the round before, or the request, wrote; cache entries apart."""
+        """Return all tensors that a round reads and the round before, or the host, wrote; cache entries apart."""
         assert isinstance(self.seed, Tensor), "rounds of fixed shapes take their seed from the device"
-        own = [self.seed, self.sequences, self.root, self.cache.lengths]
-        own += [] if self.speculate is None else [self.speculate]
-        own += [] if self.context is None else self.context.tensors()
-        return own + [cache.lengths for cache in self.session.caches()] + self.session.carried()
+        own = list[Tensor]()
 
-    def at(self, tensors: list[Tensor]) -> RoundState:
-        """Return this state in other places in memory, given in the order of `tensors`."""
+        def note(tensor: Tensor) -> Tensor:
+            own.append(tensor)
+            return tensor
+
+        self._moved(note)
+        lengths = [cache.lengths for cache in (self.cache, *self.session.caches())]
+        return own + lengths + self.session.carried()
+
+    def rebound(self, tensors: Iterable[Tensor]) -> RoundState:
+        """Return this state in other places in memory, given in the order of `tensors`, with its cache and session."""
         rest = iter(tensors)
-        seed, sequences, root, self.cache.lengths = next(rest), next(rest), next(rest), next(rest)
-        speculate = None if self.speculate is None else next(rest)
-        context = None if self.context is None else self.context.at(rest)
-        for cache in self.session.caches():
+        moved = self._moved(lambda _: next(rest))
+        for cache in (self.cache, *self.session.caches()):
             cache.lengths = next(rest)
         self.session.carry(list(rest))
-        return replace(self, seed=seed, sequences=sequences, root=root, speculate=speculate, context=context)
+        return moved
+
+    def _moved(self, change: Callable[[Tensor], Tensor]) -> RoundState:
+        """Return this state with every tensor of its own replaced by what `change` makes of it."""
+        return replace(
+            self,
+            root=change(self.root),
+            sequences=change(self.sequences),
+            seed=change(self.seed) if isinstance(self.seed, Tensor) else self.seed,
+            speculate=None if self.speculate is None else change(self.speculate),
+            context=None if self.context is None else self.context.rebound(change),
+            proposal=None if self.proposal is None else self.proposal.rebound(change),
+        )
 
 
 @dataclass(frozen=True)
@@ -170,15 +198,13 @@ class RoundResult:
     counts: RowLengths  # how many of them stay, [B]
     read: Tensor | None  # when the session read each draft of a tree's path, [B, D]; see `Session.update`
     best: Tensor | None  # the target's most probable token at each place, [B, 1 + N]; None where no session observes it
-    rule: str  # the name of the rule that judged
 
     def select(self, rows: list[int]) -> RoundResult:
         """Return the result of these rows."""
         if len(rows) == len(self.packed):
             return self
         hidden, read, best = (None if t is None else t[rows] for t in (self.hidden, self.read, self.best))
-        counts = self.counts.select(rows)
-        return RoundResult(self.packed[rows], self.tokens[rows], hidden, counts, read, best, self.rule)
+        return RoundResult(self.packed[rows], self.tokens[rows], hidden, self.counts.select(rows), read, best)
 
     def cloned(self) -> RoundResult:
         """Return a copy that a replay of the round does not overwrite."""
@@ -193,7 +219,6 @@ class PendingRound:
 
     state: RoundState  # what it leaves for the next round, which may be launched at once
     packed: Callable[[], list[list[int]]]  # waits for it and returns `RoundResult.packed`
-    rule: str  # the name of the rule that judges it
     idle: tuple[int, ...] = ()  # rows that had finished before it
 
     def read(self) -> list[RoundRow]:
@@ -201,25 +226,45 @@ class PendingRound:
         return RoundRow.unpack(self.packed())
 
 
+def propose(setup: RoundSetup, session: Session, root: Tensor, depth: int) -> Proposal | None:
+    """Return what the text part of a session proposes after `root` `[B]`, checked; None without such a part."""
+    if session.text is None or not depth:
+        return None
+    proposal = session.text.propose(handed(session, root), depth)
+    if setup.proposals is not None:
+        setup.proposals(session.text, proposal, len(root), depth)
+    return proposal
+
+
+def model_drafts(proposal: Proposal | None, rows: int) -> bool:
+    """Return whether a session's model drafts beside such a proposal: not for a single row that has tokens."""
+    return proposal is None or rows > 1 or not proposal.tokens.shape[1]
+
+
 def step(
-    setup: RoundSetup, state: RoundState, depth: int, on_drafted: Callable[[], None] | None = None
+    setup: RoundSetup,
+    state: RoundState,
+    depth: int,
+    with_model: bool = True,
+    on_drafted: Callable[[], None] | None = None,
 ) -> tuple[RoundState, RoundResult]:
     """Run a whole round of `depth` drafts: draft, verify, commit, and update the drafter's session.
 
-    `on_drafted`: called between drafting and verification, to time them.
+    Args:
+        with_model: whether a session that gives logits drafts, or `state.proposal` is all there is; see `model_drafts`.
+        on_drafted: called between drafting and verification, to time them.
     """
-    drafted = draft(setup, state, depth)
+    drafted = draft(setup, state, depth, with_model)
     if on_drafted is not None:
         on_drafted()
     try:
-        state, result = verify_and_commit(setup, state, drafted)
+        after, result = verify_and_commit(setup, state, drafted)
     except IndexError:
-        problem = None if setup.proposals is None else setup.proposals.problem_of_contents(drafted.proposal, None)
-        if setup.proposals is None or problem is None:
-            raise
-        raise setup.proposals.refusal(state.session, problem) from None
-    update_session(state, result)
-    return state, result
+        if setup.proposals is not None and state.proposal is not None:
+            setup.proposals.check_contents(state.session, state.proposal)
+        raise
+    update_session(state.session, result)
+    return after, result
 
 
 def first_tokens(setup: RoundSetup, state: RoundState, logits: Tensor | None, keys: Keys) -> tuple[RoundState, Tensor]:
@@ -237,50 +282,150 @@ def no_draft(root: Tensor) -> Draft:
     return Draft(Proposal.chain(root[:, None][:, :0]))
 
 
-def draft(setup: RoundSetup, state: RoundState, depth: int) -> Draft:
-    """Draft up to `depth` tokens after the root, in the plan's shape if the session can."""
+def draft(setup: RoundSetup, state: RoundState, depth: int, with_model: bool = True) -> Draft:
+    """Draft up to `depth` tokens after the root, in the plan's shape if the session can.
+
+    A static tree that the context's end cuts becomes a chain: all rules for static trees judge chains, too.
+    """
     if not depth:
         return no_draft(state.root)
-    plan, session = setup.plan, state.session
+    session = state.session
     root = handed(session, state.root)
-    rule = RULES[setup.rule(setup.abilities.deterministic)]
-    sampler = DraftSampler(rule, setup.sampler_config, state.keys, state.context)
-    undrafted = setup.sampler_config.undrafted
-    if isinstance(session, NodeSession) and setup.abilities.reads_nodes:
-        if setup.static_tree is not None and depth == plan.depth:
-            return _masked(state, grow_static(session, root, setup.static_tree, sampler), None, undrafted)
-        if plan.shape is DraftShape.DYNAMIC:
-            grown = grow_dynamic(session, root, plan.width, plan.max_nodes, depth, sampler)
-            return _masked(state, grown, None, undrafted)
-    chain = ChainDraft(sampler, plan.confidence)
-    if setup.proposals is not None and not setup.proposals.is_done:
-        chain.tokens = []
-    by_confidence = setup.abilities.confident and (plan.confidence or isinstance(plan.control, Schedule))
-    if by_confidence and setup.abilities.reads_nodes and isinstance(session, NodeSession):
-        proposal = propose_confidently(session, root, depth, chain, setup.may_sync)
-    else:
-        proposal = session.propose(root, depth, chain.next_token, chain.ended if setup.may_sync else None)
-    if setup.proposals is not None:
-        samples = RULES[setup.rule(proposal.deterministic)].samples
-        setup.proposals(session, proposal, len(root), depth, chain if samples else None)
-    lengths = chain.lengths  # of what each row really proposes, [B]; None for all
-    if isinstance(plan.control, Schedule) and chain.reach:
-        lengths = plan.control.lengths(torch.stack(chain.reach[: proposal.depth], 1))
-    drafted = _masked(state, chain.draft(proposal), lengths, undrafted)
+    sampler = DraftSampler(RULES[setup.rule], setup.sampler_config, state.keys, state.context)
+    if not isinstance(session, NodeSession) or not with_model:
+        assert state.proposal is not None, "without logits a round drafts what the text part proposes"
+        if isinstance(session, NodeSession):
+            session.pass_over(root)
+        return _masked(setup, state, Draft(state.proposal), None)
+    if setup.shape is DraftShape.STATIC and depth == setup.plan.depth:
+        assert setup.static_tree is not None
+        return _masked(setup, state, grow_static(session, root, setup.static_tree, sampler), None)
+    if setup.shape is DraftShape.DYNAMIC:
+        plan = setup.plan
+        return _masked(setup, state, grow_dynamic(session, root, plan.width, plan.max_nodes, depth, sampler), None)
+    return _draft_chain(setup, state, session, root, depth, sampler)
+
+
+def _draft_chain(
+    setup: RoundSetup, state: RoundState, session: NodeSession, root: Tensor, depth: int, sampler: DraftSampler
+) -> Draft:
+    """Draft a chain of up to `depth` tokens after `root` `[B]`: the text part's first, then those of the session."""
+    chain = _Chain(sampler, setup.plan.confidence, state.proposal)
+    session.round_depth = depth
+    logits = session.prefill(root)
+    while True:
+        if setup.asks_confidence:
+            chain.expect(session.confidence())
+            if chain.tokens and setup.may_sync and chain.has_ended():
+                break
+        chain.append(logits, session.output_ids)
+        if len(chain.tokens) == depth:
+            break
+        if not setup.asks_confidence and setup.may_sync and chain.has_ended():
+            break
+        logits = session.decode(handed(session, chain.tokens[-1][:, None]))[:, 0]
+    lengths = chain.lengths
+    if setup.schedule is not None and chain.reach:
+        lengths = setup.schedule.lengths(torch.stack(chain.reach[: len(chain.tokens)], 1))
+    if session.lengths is not None:
+        lengths = session.lengths if lengths is None else torch.minimum(lengths, session.lengths)
+    drafted = _masked(setup, state, chain.draft(), lengths)
     return drafted if lengths is None or not setup.may_sync else _shortened(drafted)
 
 
-def _masked(state: RoundState, draft: Draft, lengths: Tensor | None, undrafted: Tensor | None = None) -> Draft:
+class _Chain:
+    """A chain that is being drafted.
+
+    Attributes:
+        confidence: see `Plan.confidence`.
+        context: of the next token, if there are processors.
+        tokens: so far, `[B]` each. probs: the distributions they were drawn from, `[B, V]` each. peaks: see `Draft`.
+        reach: how probable each token is to be reached and accepted, by the drafter's confidences (`expect`), `[B]`.
+        certain: which rows have not ended yet. lengths: tokens of each row so far. Both `[B]`, None without
+            `confidence`.
+    """
+
+    def __init__(self, sampler: DraftSampler, confidence: float, prefix: Proposal | None):
+        self.sampler, self.confidence, self.prefix = sampler, confidence, prefix
+        self.context = sampler.context
+        self.tokens = list[Tensor]()
+        self.probs = list[Tensor]()
+        self.peaks = list[Tensor]()
+        self.reach = list[Tensor]()
+        self.certain: Tensor | None = None
+        self.lengths: Tensor | None = None
+
+    def append(self, logits: Tensor, token_ids: Tensor | None) -> None:
+        """Append the prefix's next token, in rows that have one, or the token that the sampler picks from logits."""
+        picked = self.sampler.next_token(logits, token_ids, len(self.tokens), self.context)
+        copied = self._copied()
+        token = picked.token
+        if copied is not None and self.prefix is not None:
+            token = torch.where(copied, self.prefix.tokens[:, len(self.tokens)], token)
+        if picked.probs is not None:
+            assert self.prefix is None, "tokens after a prefix are not drawn: no distribution scores the prefix"
+            self.probs.append(picked.probs)
+        if picked.peak is not None:
+            self.peaks.append(picked.peak if copied is None else picked.peak.masked_fill(copied[:, None], 0))
+        if self.confidence:
+            self._count(picked, copied)
+        self.tokens.append(token)
+        if self.context is not None:
+            after_it = torch.ones(1, 1, 1, dtype=torch.bool, device=token.device)
+            self.context = self.context.then(token[:, None], after_it)
+
+    def _copied(self) -> Tensor | None:
+        """Return the rows whose next token is the prefix's, `[B]`; None after the prefix's end."""
+        if self.prefix is None or len(self.tokens) >= self.prefix.tokens.shape[1]:
+            return None
+        return self.prefix.lengths > len(self.tokens)
+
+    def expect(self, confidence: Tensor) -> None:
+        """Record how probable the next token is to be accepted if the ones before it are, `[B]`.
+
+        That depends on the tokens before it alone, so a chain may end before it without a bias.
+        """
+        self.reach.append(self.reach[-1] * confidence if self.reach else confidence)
+        if self.confidence:
+            certain = self.reach[-1] >= self.confidence
+            self.certain = certain if self.certain is None else self.certain & certain
+
+    def has_ended(self) -> bool:
+        """Return whether every row has had an uncertain token (read back from the device)."""
+        return self.certain is not None and not bool(self.certain.any())
+
+    def _count(self, picked: NextToken, copied: Tensor | None) -> None:
+        """Count a token in the rows that have not ended.
+
+        The uncertain token itself is still proposed: leaving it out would bias the text.
+        """
+        if self.certain is None:
+            self.certain = torch.ones_like(picked.token, dtype=torch.bool)
+        self.lengths = self.certain + (torch.zeros_like(picked.token) if self.lengths is None else self.lengths)
+        if not self.reach:  # else the drafter's own confidence has decided
+            certain = picked.probability() >= self.confidence
+            self.certain = self.certain & (certain if copied is None else certain | copied)
+
+    def draft(self) -> Draft:
+        """Return the chain with the distributions of its tokens."""
+        proposal = Proposal.chain(torch.stack(self.tokens, 1))
+        if not self.probs:
+            return Draft(proposal, None, self.peaks)
+        probs = torch.stack(self.probs, 1)
+        return Draft(proposal, probs, [*self.peaks, probs[:, :, 0]])
+
+
+def _masked(setup: RoundSetup, state: RoundState, draft: Draft, lengths: Tensor | None) -> Draft:
     """Return the draft with only each row's first `lengths` `[B]` tokens (None: all) real, none in a plain row.
 
-    From the first of the tokens `undrafted` `[U]` on, none is real either.
+    From the first token on that must not be drafted (it was copied from the text), none is real either.
     """
     real = draft.proposal.real
     if lengths is not None:
         real = real & (torch.arange(real.shape[1], device=real.device) < lengths[:, None])
     if state.speculate is not None:
         real = real & state.speculate[:, None]
-    if undrafted is not None:  # copied from the text: drafts that were drawn hold none
+    if (undrafted := setup.sampler_config.undrafted) is not None:
         real = real & (torch.isin(draft.proposal.tokens, undrafted).cumsum(1) == 0)
     return draft if real is draft.proposal.real else replace(draft, proposal=replace(draft.proposal, real=real))
 
@@ -291,50 +436,8 @@ def _shortened(draft: Draft) -> Draft:
     longest = int(proposal.lengths.max())
     if longest == proposal.depth:
         return draft
-    tokens, real = proposal.tokens[:, :longest], proposal.real[:, :longest]
-    chain = Proposal(tokens, real, longest, deterministic=proposal.deterministic)
+    chain = Proposal(proposal.tokens[:, :longest], proposal.real[:, :longest], longest)
     return Draft(chain, None if probs is None or not longest else probs[:, :longest], draft.peaks)
-
-
-@dataclass(frozen=True)
-class ProposedRound:
-    """A round whose proposal was made by the host: what verifying it reads."""
-
-    state: RoundState
-    proposal: Proposal  # of one size for every row and round, see `Proposal.spread`
-
-    def tensors(self) -> list[Tensor]:
-        """Return all that verification reads, in a fixed order."""
-        proposal = self.proposal
-        tree = [tensor for tensor in (proposal.parents, proposal.read) if tensor is not None]
-        return [proposal.tokens, proposal.real, *tree, *self.state.tensors()]
-
-    def at(self, tensors: list[Tensor]) -> ProposedRound:
-        rest = iter(tensors)
-        moved = replace(self.proposal, tokens=next(rest), real=next(rest))
-        if moved.parents is not None:
-            moved = replace(moved, parents=next(rest), read=next(rest))
-        return ProposedRound(self.state.at(list(rest)), moved)
-
-
-def step_proposed(setup: RoundSetup, proposed: ProposedRound, goes_on: bool) -> tuple[ProposedRound, RoundResult]:
-    """Verify the host's proposal and commit what stays; the host's own session is updated by the caller.
-
-    The state's session is that of the model of a fusion, or an empty one. The model drafts where the proposal ends if
-    it `goes_on`; else it only reads what the last round kept.
-    """
-    state, copied = proposed.state, proposed.proposal
-    drafted, lengths, session = Draft(copied), None, state.session
-    if goes_on:
-        rule, config = RULES[setup.rule(setup.abilities.deterministic)], setup.sampler_config
-        chain = ChainDraft(DraftSampler(rule, config, state.keys, state.context), setup.plan.confidence)
-        both = propose_after(copied, session, handed(session, state.root), copied.depth, chain.next_token, config.vocab)
-        drafted, lengths = chain.draft(both), chain.lengths
-    else:
-        session.propose(handed(session, state.root), 1, lambda *_: handed(session, state.root))
-    state, result = verify_and_commit(setup, state, _masked(state, drafted, lengths))
-    session.update(result.tokens, result.hidden, result.counts)
-    return replace(proposed, state=state), result
 
 
 def verify_and_commit(setup: RoundSetup, state: RoundState, draft: Draft) -> tuple[RoundState, RoundResult]:
@@ -351,7 +454,7 @@ def verify_and_commit(setup: RoundSetup, state: RoundState, draft: Draft) -> tup
     counts = RowLengths(verdict.accepted + 1)
     state.cache.advance(counts)
     state, packed = commit(state, chosen, verdict, proposal.lengths, _tried(proposal, verdict))
-    return state, RoundResult(packed, tokens, hidden, counts, read, best, setup.rule(proposal.deterministic))
+    return state, RoundResult(packed, tokens, hidden, counts, read, best)
 
 
 def judge(
@@ -367,7 +470,7 @@ def judge(
         logits = config.processors(logits, state.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
     inputs = VerifyInputs(proposal, logits, draft.probs, config.sampling, keys)
     best = inputs.best if setup.abilities.observes and proposal.tokens.shape[1] else None
-    verdict = JUDGES[setup.rule(proposal.deterministic)](inputs)
+    verdict = JUDGES[setup.rule](inputs)
     if setup.on_verdict is not None:
         setup.on_verdict(verdict, inputs)
     if config.processors is None:
@@ -429,8 +532,8 @@ def commit(
     return replace(state, root=root, context=context), packed
 
 
-def update_session(state: RoundState, result: RoundResult) -> None:
-    """Update the drafter's session with a round's result."""
+def update_session(session: Session, result: RoundResult) -> None:
+    """Update a session with a round's result."""
     if result.best is not None:
-        state.session.on_target_argmax(result.best)
-    state.session.update(result.tokens, result.hidden, result.counts, result.read)
+        session.on_target_argmax(result.best)
+    session.update(result.tokens, result.hidden, result.counts, result.read)

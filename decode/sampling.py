@@ -1,14 +1,15 @@
 """How a token is drawn: from logits to a distribution, and from that with randomness that belongs to its place.
 
-Each uniform is a hash of (seed, sequence, position, stream, token), see `rng`.
+Each uniform is a hash of (seed, sequence, position, stream, token), see `rng`. `DraftSampler`, at the end, picks draft
+tokens by the same means as the target's own are drawn.
 
-Shapes: B rows, Q places, N tokens that may stand before them (drafts), W tokens that bad words look back on,
-V vocabulary.
+Shapes: B rows, Q places, N tokens that may stand before them (drafts), W tokens that bad words look back on (of a
+drafter: nodes whose logits are known), C children of a node, V vocabulary, V' the drafter's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import NamedTuple
@@ -16,9 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import BadInputError
+from ..common import BadInputError, IncompatibleError
 from ..common.values import TEMPERATURES, is_temperature
+from ..heads import Proposal
 from .rng import Seed, uniforms
+from .rule_table import DraftPolicy, Rule
 
 # Streams keep draws for different purposes independent of each other.
 DRAFT, ACCEPT, CORRECT, COUPLED = 1, 2, 3, 4
@@ -107,12 +110,10 @@ class Context:
         present = None if self.present is None else _mark(self.present.expand(-1, places, -1), tokens, path)
         return Context(self.num_new + path.sum(-1), recent, present)
 
-    def tensors(self) -> list[Tensor]:
-        return [self.num_new, self.recent, *([] if self.present is None else [self.present])]
-
-    def at(self, tensors: Iterator[Tensor]) -> Context:
-        """Return this context in other places in memory, given in the order of `tensors`."""
-        return Context(next(tensors), next(tensors), None if self.present is None else next(tensors))
+    def rebound(self, change: Callable[[Tensor], Tensor]) -> Context:
+        """Return this context with every tensor replaced by what `change` makes of it, in a fixed order."""
+        present = None if self.present is None else change(self.present)
+        return Context(change(self.num_new), change(self.recent), present)
 
     def select(self, rows: list[int]) -> Context:
         return Context(self.num_new[rows], self.recent[rows], None if self.present is None else self.present[rows])
@@ -250,6 +251,17 @@ def highest(logits: Tensor) -> Highest:
     return Highest(most.indices, most.values)
 
 
+def are_finite(values: list[Tensor]) -> Tensor:
+    """Return for each row whether the numbers `[B, P]` are all finite, `[B]`.
+
+    A single NaN or infinity among the logits of a place shows in its largest logit and in every probability of it, so a
+    round looks at one number of each of P places.
+    """
+    together = values[0] if len(values) == 1 else torch.cat(values, 1)
+    # The largest magnitude in a row with a NaN is NaN, and no comparison with NaN is true.
+    return torch.linalg.vector_norm(together, float("inf"), dim=1) < float("inf")
+
+
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the token at which the cumulative distribution passes `uniform` `[...]`.
 
@@ -282,3 +294,164 @@ def gumbel(seed: Seed, stream: int, vocab: int, *keys: Tensor) -> Tensor:
 def shared_gumbel(seed: Seed, sequences: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Return the noise that target and drafter share under the coupled rule, by the place in the text, `[..., V]`."""
     return gumbel(seed, COUPLED, vocab, sequences, positions)
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """How tokens are drawn from logits, by drafter and target alike."""
+
+    sampling: Sampling
+    processors: Processors | None  # for penalties and bans; None if there are none
+    vocab: int
+    undrafted: Tensor | None = None  # tokens that the target may write and a drafter never drafts, [U]; None for none
+
+    def draftable(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
+        """Return a drafter's logits `[..., V']`, of the tokens `token_ids` `[V']`, in which no other can be drawn."""
+        if self.undrafted is None:
+            return logits
+        ids = torch.arange(logits.shape[-1], device=logits.device) if token_ids is None else token_ids
+        return logits.masked_fill(torch.isin(ids, self.undrafted), float("-inf"))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A proposal on its way to the target."""
+
+    proposal: Proposal
+    # The distributions its tokens were drawn from: for a chain [B, N, V], for a tree at each place [B, 1 + N, V]; None
+    # if they were not drawn.
+    probs: Tensor | None = None
+    # For each of the drafter's distributions a number that is finite only if its logits are, [B, …]; see `nonfinite`.
+    peaks: Sequence[Tensor] = ()
+
+
+class NextToken(NamedTuple):
+    """The next token of each row's chain."""
+
+    token: Tensor  # [B]
+    probs: Tensor | None  # the distribution it was drawn from, [B, V]; None if it was not drawn
+    peak: Tensor | None  # where `probs` is None, a number that is finite only if the logits are, [B, 1]
+    logits: Tensor  # what it was picked from, processed, [B, V or V']
+    place: Tensor  # its index among them, [B]
+
+    def probability(self) -> Tensor:
+        """Return the probability that the drafter gives the token, `[B]`."""
+        probs = self.logits.float().softmax(-1) if self.probs is None else self.probs
+        return probs.gather(-1, self.place[:, None])[:, 0]
+
+
+class Children(NamedTuple):
+    """Different tokens after each of W nodes, best first."""
+
+    tokens: Tensor  # [B, W, C]
+    scores: Tensor  # the drafter's log-probabilities, [B, W, C]; −inf for a token that is not really there
+    probs: Tensor | None  # the distributions they were drawn from, [B, W, V]; None if they were not drawn
+    peaks: Tensor | None  # where `probs` is None, numbers that are finite only if the logits are, [B, W]
+
+
+@dataclass(frozen=True)
+class DraftSampler:
+    """Picks draft tokens under the target's own processors and filters."""
+
+    rule: Rule  # how the proposal will be verified; decides how tokens are picked
+    config: SamplerConfig
+    keys: Keys  # of every draw; `keys.first` is the first token drafted
+    context: Context | None = None  # of that token, if there are processors
+
+    def next_token(
+        self, logits: Tensor, token_ids: Tensor | None, depth: int = 0, context: Context | None = None
+    ) -> NextToken:
+        """Pick the token of a chain that stands after `depth` drafts, from logits `[B, V']`.
+
+        `context`: of that token, if there are processors.
+        """
+        logits = self._draftable(logits, token_ids)
+        if self._is_certain and context is None:
+            best = _highest(logits, logits)
+            return best if token_ids is None else best._replace(token=token_ids.index_select(0, best.place))
+        return self._pick(self._processed(logits[:, None], token_ids, context)[:, 0], depth)
+
+    def _pick(self, logits: Tensor, depth: int) -> NextToken:
+        if self._is_certain:
+            return _highest(logits, logits)
+        keys, probs = self.keys, probabilities(logits, self.config.sampling)
+        positions = keys.first + depth
+        if self.rule.pick is DraftPolicy.SHARED_NOISE:
+            return _highest(probs.double().log() + self._shared_noise(keys.sequences, positions), logits)
+        token = draw(probs, uniforms(keys.seed, DRAFT, keys.sequences, keys.first, positions))
+        return NextToken(token, probs, None, logits, token)
+
+    def children(
+        self, logits: Tensor, token_ids: Tensor | None, count: int, depth: int, nodes: Tensor, context: Context | None
+    ) -> Children:
+        """Pick `count` different tokens after each of W nodes.
+
+        Args:
+            logits: `[B, W, V']`.
+            depth: the children's.
+            nodes: numbers of the nodes, by which draws differ, `[B or 1, W]`.
+            context: the children's, `[B, W]` places, if there are processors.
+        """
+        logits = self._draftable(logits, token_ids, nodes.shape[-1])
+        if not self._is_certain or context is not None:
+            logits, token_ids = self._processed(logits, token_ids, context), None
+        if self._is_certain:
+            tokens, scores = _top(logits, count)
+            return Children(tokens if token_ids is None else token_ids[tokens], scores, None, scores[:, :, 0])
+        keys, probs = self.keys, probabilities(logits, self.config.sampling)
+        log_probs, rows, first = probs.double().log(), keys.sequences[:, None], keys.first[:, None]
+        if self.rule.pick is DraftPolicy.SHARED_NOISE:
+            drawn, peaks = None, probs[:, :, 0].clone()  # a view would keep the whole distribution
+            noise = self._shared_noise(rows, first + depth - 1)
+        else:
+            # The largest of log q + Gumbel noise are draws without replacement, in order (arXiv 1903.06059).
+            drawn, peaks = probs, None
+            noise = gumbel(keys.seed, DRAFT, self.config.vocab, rows, first, nodes)
+        tokens = (log_probs + noise).topk(count, -1).indices
+        return Children(tokens, log_probs.gather(-1, tokens), drawn, peaks)
+
+    def _draftable(self, logits: Tensor, token_ids: Tensor | None, *nodes: int) -> Tensor:
+        """Return a session's logits `[B, V']`, or `[B, W, V']` at W `nodes`, without what must not be drafted."""
+        expected = (len(self.keys.sequences), *nodes, self.config.vocab if token_ids is None else len(token_ids))
+        if tuple(logits.shape) != expected:
+            raise IncompatibleError(
+                f"the drafter's session returned logits of the shape {tuple(logits.shape)}, expected {expected}: rows, "
+                "nodes of a tree, and the target's vocabulary, or as many as it has output_ids. Mend the session."
+            )
+        return self.config.draftable(logits, token_ids)
+
+    @property
+    def _is_certain(self) -> bool:
+        return self.rule.pick is DraftPolicy.MOST_PROBABLE
+
+    def _shared_noise(self, sequences: Tensor, positions: Tensor) -> Tensor:
+        return shared_gumbel(self.keys.seed, sequences, positions, self.config.vocab)
+
+    def _processed(self, logits: Tensor, token_ids: Tensor | None, context: Context | None) -> Tensor:
+        """Return logits `[B, W, V']` over the whole vocabulary, `[B, W, V]`, after the processors."""
+        logits, processors = logits.float(), self.config.processors
+        if token_ids is not None:
+            whole = logits.new_full((*logits.shape[:-1], self.config.vocab), float("-inf"))
+            logits = whole.scatter(-1, token_ids.expand_as(logits), logits)
+        if processors is None or context is None:
+            return logits
+        processed = processors(logits, context)
+        # A pruned vocabulary may hold no token that is allowed here. What is drafted then is refused, but must be drawn
+        # from what it is scored with.
+        return torch.where(nothing_left(processed)[..., None], logits, processed)
+
+
+def _highest(scores: Tensor, logits: Tensor) -> NextToken:
+    """Return the token with the highest of the `scores` that were made of `logits`, `[B, V]` each."""
+    best = highest(scores)
+    return NextToken(best.token, None, best.logit[:, None], logits, best.token)
+
+
+def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` most probable tokens and their log-probabilities, `[..., C]` each.
+
+    The first is the one that argmax takes, as the target does: topk orders ties at will.
+    """
+    top, best = logits.float().log_softmax(-1).topk(count, -1), highest(logits).token[..., None]
+    others = torch.where(top.indices == best, top.indices[..., :1], top.indices)[..., 1:]
+    return torch.cat([best, others], -1), top.values

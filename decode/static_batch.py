@@ -19,19 +19,18 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..heads import Drafter, NoDraftSession, Session
-from ..heads.lookup.fusion import FusionSession
+from ..heads import Drafter, NoDraftSession, Proposal, Session
 from ..targets import RaggedCache, Target
 from ..targets.weights import module_versions, weight_versions
 from .round import (
     PendingRound,
-    ProposedRound,
     RoundResult,
     RoundRow,
     RoundSetup,
     RoundState,
+    model_drafts,
+    propose,
     step,
-    step_proposed,
     update_session,
 )
 
@@ -70,14 +69,12 @@ class StaticBatch:
         self.length, self.spare = window_of(length), spare
         self.cache: RaggedCache = target.new_cache(rows, self.length, joined=True)
         self.session = self._open()
-        captures = target.device.type == "cuda"
-        self.graphs: Graphs[RoundState, RoundResult] = Graphs(target.device, captures)
-        self.proposed: Graphs[ProposedRound, RoundResult] = Graphs(target.device, captures)  # of the host's proposals
+        self.graphs: Graphs[RoundState, RoundResult] = Graphs(target.device, target.device.type == "cuda")
         self._computed_by = self._computes_by_now()
         self._pinned = [torch.empty(0, dtype=torch.long)] * 2  # taken in turns: one round may be read while one runs
         self._turn = 0
         self._idle: tuple[tuple[int, ...], Tensor] = ((), self.cache.lengths)
-        self._proposing = list(range(rows))  # rows that a session of texts still has
+        self._proposing = list(range(rows))  # rows that the session's text part still has
 
     def _open(self) -> Session:
         if self.drafter is None:
@@ -101,7 +98,6 @@ class StaticBatch:
         changed = before != self._computed_by
         if changed:
             self.graphs.clear()
-            self.proposed.clear()
         self._proposing = list(range(self.cache.batch_size))
         if self.drafter is not None and not self.drafter.abilities.fixed_shapes:
             self.session = self._open()
@@ -138,14 +134,9 @@ class StaticBatch:
             store.window = self.length if store is self.cache and self.target.fast is not None else window
             if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
                 store.lengths.masked_fill_(self._mask(tuple(idle)), 1)
-        if setup.abilities.from_text:
-            state, result = self._proposed_by_host(setup, state, depth, window, idle)
-        elif depth:
-            state, result, _ = self.graphs.run(_key(setup, depth, window), partial(step, setup, depth=depth), state)
-        else:
-            state, result, own = self._plain(setup, state, window)
-            update_session(state, own)
-        return PendingRound(state, self._copied_to_host(result.packed), result.rule, tuple(idle))
+        after, result = self._run(setup, state, depth, window, idle)
+        state = replace(after, session=state.session)
+        return PendingRound(state, self._copied_to_host(result.packed), tuple(idle))
 
     def read(self, pending: PendingRound) -> list[RoundRow]:
         """Wait for a round and return its rows: the one read of a round."""
@@ -156,42 +147,48 @@ class StaticBatch:
         ]
         return rows
 
-    def _plain(self, setup: RoundSetup, state: RoundState, window: int) -> tuple[RoundState, RoundResult, RoundResult]:
-        """Run a round without drafts, and leave out the session: what it makes of such rounds grows with each.
-
-        Also return the result as the session may keep it.
-        """
-        alone = replace(state, session=NoDraftSession())
-        after, result, replayed = self.graphs.run(_key(setup, 0, window), partial(step, setup, depth=0), alone)
-        return replace(after, session=state.session), result, result.cloned() if replayed else result
-
-    def _proposed_by_host(
+    def _run(
         self, setup: RoundSetup, state: RoundState, depth: int, window: int, idle: Sequence[int]
     ) -> tuple[RoundState, RoundResult]:
-        """Run a round whose proposal, or its beginning, the host makes; rows that have finished get none."""
-        session = state.session
-        texts, model = (session.statistical, session.model) if isinstance(session, FusionSession) else (session, None)
+        """Run a round in which the session's model drafts, after what its text part proposes; keep both up to date.
+
+        A part that does not draft stays outside the captured work, and is updated after it: what the model makes of
+        rounds without drafts grows with each.
+        """
+        text, model = state.session.text, state.session.model
+        proposal, with_model = self._proposed(setup, state, depth, idle)
+        inside = NoDraftSession() if model is None or not depth else model
+        shape = None if proposal is None else (proposal.depth, proposal.parents is None, with_model)
+        work = partial(step, setup, depth=depth, with_model=with_model)
+        before = replace(state, session=inside, proposal=proposal)
+        after, result, replayed = self.graphs.run((_key(setup, depth, window), shape), work, before)
+        own = result.cloned() if replayed and (text is not None or inside is not model) else result
+        if model is not None and inside is not model:
+            update_session(model, own)
+        if text is not None:
+            update_session(text, own.select(self._proposing))
+        return replace(after, proposal=None), result
+
+    def _proposed(
+        self, setup: RoundSetup, state: RoundState, depth: int, idle: Sequence[int]
+    ) -> tuple[Proposal | None, bool]:
+        """Return what the session's text part proposes, and whether its model drafts; rows that finished get nothing.
+
+        The proposal has one size for every number of rows, so that one graph serves them all.
+        """
+        text = state.session.text
+        if text is None or self.drafter is None:
+            return None, True
         staying = [place for place, row in enumerate(self._proposing) if row not in idle]
         if len(staying) < len(self._proposing):
-            texts.select(list(staying))
+            text.select(list(staying))
             self._proposing = [self._proposing[place] for place in staying]
-        rows = self._proposing
-        if depth and self.drafter is not None:
-            proposal = texts.propose(state.root[rows], depth, _no_choice)
-            if setup.proposals is not None:
-                setup.proposals(texts, proposal, len(rows), depth, None)
-            goes_on = model is not None and (len(rows) > 1 or not proposal.tokens.shape[1])
-            proposal = proposal.spread(rows, self.cache.batch_size, self.drafter.max_nodes(depth))
-            key = (_key(setup, depth, window), proposal.depth, proposal.parents is None, goes_on)
-            proposed = ProposedRound(replace(state, session=model or NoDraftSession()), proposal)
-            after, result, replayed = self.proposed.run(key, partial(step_proposed, setup, goes_on=goes_on), proposed)
-            state, own = replace(after.state, session=session), result.cloned() if replayed else result
-        else:
-            state, result, own = self._plain(setup, state, window)
-            if model is not None:
-                model.update(own.tokens, own.hidden, own.counts)
-        update_session(replace(state, session=texts), own.select(rows))
-        return state, result
+        proposal = propose(setup, text, state.root[self._proposing], depth)
+        if proposal is None:
+            return None, True
+        with_model = model_drafts(proposal, len(self._proposing))
+        size = self.drafter.max_nodes(depth)
+        return proposal.spread(self._proposing, self.cache.batch_size, size), with_model
 
     def _mask(self, rows: tuple[int, ...]) -> Tensor:
         """Return True at `rows`, `[B]`; made when another row finishes."""
@@ -227,10 +224,6 @@ def _key(setup: RoundSetup, depth: int, window: int) -> Hashable:
     sampling = replace(config.sampling, seed=0)  # a seed is an input
     ends = None if config.processors is None else config.processors.eos
     return depth, window, setup.plan, sampling, ends
-
-
-def _no_choice(logits: Tensor, token_ids: Tensor | None) -> Tensor:  # noqa: ARG001 (it stands for a `Choose`)
-    raise RuntimeError("a session of texts has no logits to choose from.")
 
 
 class StaticBatches:
@@ -270,7 +263,7 @@ class GraphTensors(Protocol):
     def tensors(self) -> list[Tensor]:
         """Return all of them, in a fixed order."""
 
-    def at(self, tensors: list[Tensor]) -> Self:
+    def rebound(self, tensors: list[Tensor]) -> Self:
         """Return the same state in other places, given in that order."""
 
 
@@ -336,12 +329,12 @@ class Graphs(Generic[S, R]):
             return *work(state), False
         _copy(graph.inputs, before)
         graph.graph.replay()
-        return state.at(graph.inputs), graph.result, True
+        return state.rebound(graph.inputs), graph.result, True
 
     def _capture(self, work: Callable[[S], tuple[S, R]], state: S) -> _Graph[R] | None:
         before = state.tensors()
         inputs = [tensor.clone() for tensor in before]
-        state = state.at(inputs)
+        state = state.rebound(inputs)
         graph, on_gpu, collects = torch.cuda.CUDAGraph(), self.device.type == "cuda", gc.isenabled()
         stream = _stream(self.device) if on_gpu else None
         outer = torch.cuda.current_stream(self.device) if on_gpu else None
@@ -363,7 +356,7 @@ class Graphs(Generic[S, R]):
             self.captures = False
             return None
         finally:
-            state.at(before)
+            state.rebound(before)
             if collects:
                 gc.enable()
         self._pool = self._pool or graph.pool()

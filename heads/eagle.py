@@ -257,7 +257,7 @@ class FeatureSession(DeferredPrefillSession):
     """
 
     def __init__(self, head: FeatureDrafter, target: Target, cache: RaggedCache, layers: CachedLayers):
-        super().__init__(head.output_ids, head.max_depth, [cache])
+        super().__init__(head.output_ids, [cache])
         self.head, self.target, self.cache, self.layers = head, target, cache, layers
         self.embed_output = head.output_of(target)
         self.outputs = torch.empty(cache.batch_size, 0, head.config.hidden_size, device=target.device)

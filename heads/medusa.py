@@ -172,7 +172,7 @@ class HeadsSession(NodeSession):
     """A session that holds the target's hidden state at each row's last processed token."""
 
     def __init__(self, drafter: Medusa, target: Target, batch_size: int):
-        super().__init__(drafter.output_ids, drafter.max_depth)
+        super().__init__(drafter.output_ids)
         self.drafter, self.target = drafter, target
         self.hidden = torch.zeros(batch_size, 0, device=target.device)  # `[B, H]` from the first `update` on
         self.nodes = NodeDepths(drafter.max_depth, drafter.name)

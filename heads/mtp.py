@@ -285,7 +285,7 @@ class MtpSession(DeferredPrefillSession):
 
     def __init__(self, drafter: Mtp, target: Target, batch_size: int, length: int):
         caches = [runner.new_cache(batch_size, length) for runner in drafter.runners]
-        super().__init__(drafter.output_ids, drafter.max_depth, caches)
+        super().__init__(drafter.output_ids, caches)
         self.drafter, self.target = drafter, target
         for k, cache in enumerate(self._caches):
             cache.first = k  # x_p is entry p − 1; module k, counted from 0, has none before x_{k+1}

@@ -172,14 +172,9 @@ class LentCacheSession(NodeSession):
     """
 
     def __init__(
-        self,
-        layers: Backbone,
-        size: tuple[int, int],
-        lent: RaggedCache | None,
-        output_ids: Tensor | None = None,
-        max_depth: int | None = None,
+        self, layers: Backbone, size: tuple[int, int], lent: RaggedCache | None, output_ids: Tensor | None = None
     ):
-        super().__init__(output_ids, max_depth)
+        super().__init__(output_ids)
         self.layers, self.size, self.lent = layers, size, lent
 
     @cached_property

@@ -1,8 +1,9 @@
 """How a drafter decodes: a session is one drafter's side of a running batch.
 
-Per batch: `update` once for the prompts; then per round `propose`, and `update` again with what the target accepted. A
-session that reads nodes gives logits after them instead (`prefill`, `decode`), from which the decoder grows chains and
-trees of any shape. After the contract stands what sessions share.
+Per batch: `update` once for the prompts; then the session drafts in each round, and `update` brings what the target
+accepted. There are two kinds of drafting. A `NodeSession` gives logits after tokens (`prefill`, `decode`), from which
+the decoder grows chains and trees. A `TextSession` proposes on the host, without logits. A session may have a part of
+each kind (`text`, `model`). After the contract stands what sessions share.
 
 Shapes: B rows, P and Q tokens of one pass, N draft tokens of a proposal, k drafts of one pass, W nodes read at once,
 K taps, H target hidden size, V target vocabulary, V' the drafter's own vocabulary.
@@ -22,13 +23,6 @@ from torch import Tensor, nn
 from ..common import BadInputError
 from ..targets import Nodes, RaggedCache, RowLengths
 
-# Picks the draft token of each row from logits: (logits [B, V'], token_ids [V'] or None) -> target ids [B].
-# The decoder supplies it: temperature, filters and penalties are applied there, once, for drafter and target alike.
-Choose = Callable[[Tensor, Tensor | None], Tensor]
-
-# Asked after each token of a chain; True ends the chain there, for all rows.
-Ended = Callable[[], bool]
-
 
 @dataclass(frozen=True)
 class Abilities:
@@ -45,7 +39,7 @@ class Abilities:
             (`NodeSession.confidence`).
         one_pass: one pass makes all drafts of a round, which costs the same at any depth.
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
-        from_text: the host makes its proposals from the text alone: rounds of fixed shapes begin with them.
+        from_text: rounds of fixed shapes begin with the proposals of its `TextSession`, which the host makes.
     """
 
     reads_nodes: bool = False
@@ -70,7 +64,6 @@ class Proposal:
         parents: for a tree, the index of each token's parent, which comes before it; −1 is the root (the last committed
             token), `[B, N]`. None for a chain.
         read: for a tree, when `decode` has read each token, −1 if it has not, `[B, N]`.
-        deterministic: the tokens are not samples, so there is no distribution q to score them with.
     """
 
     tokens: Tensor
@@ -78,15 +71,14 @@ class Proposal:
     depth: int
     parents: Tensor | None = None
     read: Tensor | None = None
-    deterministic: bool = False
 
     @classmethod
-    def chain(cls, tokens: Tensor, lengths: Tensor | None = None, deterministic: bool = False) -> Proposal:
+    def chain(cls, tokens: Tensor, lengths: Tensor | None = None) -> Proposal:
         """Return a chain of tokens `[B, k]`, of which row b proposes the first `lengths[b]` (None: all)."""
         real = torch.ones_like(tokens, dtype=torch.bool)
         if lengths is not None:
             real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        return cls(tokens, real, tokens.shape[1], deterministic=deterministic)
+        return cls(tokens, real, tokens.shape[1])
 
     def spread(self, rows: list[int], batch_size: int, size: int) -> Proposal:
         """Return it for a batch of `batch_size`, padded to `size` tokens; its own rows become `rows`."""
@@ -98,9 +90,14 @@ class Proposal:
 
         tokens, real = placed(self.tokens, 0), placed(self.real, 0)
         if self.parents is None or self.read is None:
-            return Proposal(tokens, real, size, deterministic=self.deterministic)
-        parents, read = placed(self.parents, -1), placed(self.read, -1)
-        return Proposal(tokens, real, self.depth, parents, read, self.deterministic)
+            return Proposal(tokens, real, size)
+        return Proposal(tokens, real, self.depth, placed(self.parents, -1), placed(self.read, -1))
+
+    def rebound(self, change: Callable[[Tensor], Tensor]) -> Proposal:
+        """Return it with every tensor replaced by what `change` makes of it, in a fixed order."""
+        parents = None if self.parents is None else change(self.parents)
+        read = None if self.read is None else change(self.read)
+        return Proposal(change(self.tokens), change(self.real), self.depth, parents, read)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -116,13 +113,24 @@ class Proposal:
 
 
 class Session(ABC):
-    """A drafter's side of a running batch: what it has read, and how it proposes."""
+    """A drafter's side of a running batch: what it has read."""
+
+    @property
+    def text(self) -> TextSession | None:
+        """The part that proposes on the host; None without one."""
+        return None
+
+    @property
+    def model(self) -> NodeSession | None:
+        """The part that gives logits on the device; None without one."""
+        return None
 
     @abstractmethod
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         """Take in what the target has processed.
 
-        After rounds without drafts, or with those of another drafter, it is called several times before `propose`.
+        After rounds without drafts, or with those of another drafter, it is called several times before the session
+        drafts again.
 
         Args:
             tokens: those of the target's last pass in the order of the text, `[B, Q]`.
@@ -131,10 +139,6 @@ class Session(ABC):
             path: after a tree, the nodes read by `decode` that the tokens after the first are, `[B, Q − 1]`; −1 for one
                 that it has not read. None after a chain.
         """
-
-    @abstractmethod
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        """Draft up to `depth` tokens after `root` `[B]`, the last token, which the target has yet to process."""
 
     @abstractmethod
     def select(self, rows: list[int]) -> None:
@@ -185,11 +189,11 @@ class NoDraftSession(Session):
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         """Do nothing."""
 
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        return Proposal.chain(root[:, None][:, :0])
-
     def select(self, rows: list[int]) -> None:
         """Do nothing: there are no rows to keep."""
+
+    def on_target_argmax(self, following: Tensor) -> None:
+        """Do nothing: in rounds of fixed shapes the observing session stands outside."""
 
     def reset(self) -> None:
         """Stay empty."""
@@ -200,17 +204,20 @@ class NodeSession(Session):
 
     Args:
         output_ids: target ids of its logits, `[V']`; None where they are the whole vocabulary.
-        max_depth: the deepest it drafts; None for any depth.
         caches: its own.
     """
 
     tree: TreeMask | None = None  # the nodes of this round, once `decode` has read some of a tree
-    round_depth: int | None = None  # of the deepest draft that this round asks for; None if it is not known
+    # The depth of the deepest draft that this round asks for, set before `prefill`; None if it is not known.
+    round_depth: int | None = None
+    lengths: Tensor | None = None  # the drafts of each row's chain, where the session ends rows itself, `[B]`
 
-    def __init__(
-        self, output_ids: Tensor | None = None, max_depth: int | None = None, caches: Sequence[RaggedCache] = ()
-    ):
-        self.output_ids, self.max_depth, self._caches = output_ids, max_depth, list(caches)
+    def __init__(self, output_ids: Tensor | None = None, caches: Sequence[RaggedCache] = ()):
+        self.output_ids, self._caches = output_ids, list(caches)
+
+    @property
+    def model(self) -> NodeSession:
+        return self
 
     @abstractmethod
     def prefill(self, root: Tensor) -> Tensor:
@@ -238,14 +245,13 @@ class NodeSession(Session):
         """
         raise NotImplementedError(f"{type(self).__name__} has no confidence in its drafts.")
 
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        """Draft a chain, token by token."""
-        self.round_depth = depth = min(depth, self.max_depth or depth)
-        drafted = [choose(self.prefill(root), self.output_ids)]
-        while len(drafted) < depth and not (ended is not None and ended()):
-            logits = self.decode(handed(self, drafted[-1][:, None]))
-            drafted.append(choose(logits[:, 0], self.output_ids))
-        return Proposal.chain(torch.stack(drafted, 1))
+    def pass_over(self, root: Tensor) -> None:
+        """Read up to `root` `[B]` in a round for which the text part alone drafts.
+
+        So the rounds of fixed shapes leave equally much unread, whoever drafts.
+        """
+        self.round_depth = 1
+        self.prefill(root)
 
     def select(self, rows: list[int]) -> None:
         for cache in self.caches():
@@ -278,11 +284,49 @@ class ChainSession(NodeSession):
 
 
 class TextSession(Session):
-    """A session without a model that can continue texts that the target has not read (n-grams, suffixes)."""
+    """A session without logits (n-grams, suffixes): its tokens are no samples, so no distribution scores them."""
+
+    @property
+    def text(self) -> TextSession:
+        return self
 
     @abstractmethod
+    def propose(self, root: Tensor, depth: int) -> Proposal:
+        """Draft up to `depth` tokens after `root` `[B]`, the last token, which the target has yet to process."""
+
     def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
-        """Return its proposals, of up to `depth` tokens, after each row's text and its tail, root first."""
+        """Return its proposals, of up to `depth` tokens, after each row's text and its tail, root first.
+
+        The target has not read the tails. For drafters that declare it (`Abilities.continues`).
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not continue texts.")
+
+
+def greedy_chain(session: Session, root: Tensor, depth: int) -> Proposal:
+    """Return the chain of most probable tokens that a session drafts after `root` `[B]`.
+
+    This is drafting in its plainest form; the decoder also draws tokens, ends chains early and grows trees.
+    """
+    copied = None if session.text is None else session.text.propose(root, depth)
+    if not isinstance(session, NodeSession):
+        assert copied is not None, f"{type(session).__name__} drafts nothing"
+        return copied
+    if copied is not None and len(root) == 1 and copied.tokens.shape[1]:
+        session.pass_over(root)
+        return copied
+    session.round_depth = depth
+    logits = session.prefill(root)
+    drafted = list[Tensor]()
+    while True:
+        token = logits.max(-1).indices
+        if session.output_ids is not None:
+            token = session.output_ids[token]
+        if copied is not None and len(drafted) < copied.tokens.shape[1]:
+            token = torch.where(copied.lengths > len(drafted), copied.tokens[:, len(drafted)], token)
+        drafted.append(token)
+        if len(drafted) == depth:
+            return Proposal.chain(torch.stack(drafted, 1), session.lengths)
+        logits = session.decode(token[:, None])[:, 0]
 
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..common import BadInputError
 from ..heads.base import Drafter
 from ..heads.lookup.fusion import FusionConfig, TwoDrafters
-from ..heads.session import ChainSession, Choose, Ended, Proposal, Session, TextSession, padded
+from ..heads.session import ChainSession, NodeSession, TextSession, padded, required
 from ..targets import RaggedCache, RowLengths, Target
 
 _GUESSES = 64  # that the model reads in a round at most: its cache has memory for so many
@@ -73,11 +73,10 @@ class Cascade(TwoDrafters[CascadeConfig]):
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> CascadeSession:
         statistical = self._open_statistical(target, batch_size, max_length)
-        model = self.model.open(target, batch_size, max_length, self._spare, cache)
+        opened = cast(NodeSession, self.model.open(target, batch_size, max_length, self._spare, cache))
+        model = GuessedSession(statistical, cast(ChainSession, opened)) if self.config.vertical else opened
         deepest = min((d for d in (self.config.model_depth, self.model.max_depth) if d is not None), default=None)
-        if not self.config.vertical:
-            return CascadeSession(statistical, model, target.vocab_size, deepest)
-        return GuessedSession(statistical, cast(ChainSession, model), target.vocab_size, deepest)
+        return CascadeSession(statistical, model, target.vocab_size, deepest)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.model.state_bytes(target, batch_size, max_length, self._spare)
@@ -87,7 +86,7 @@ class Cascade(TwoDrafters[CascadeConfig]):
         return _GUESSES if self.config.vertical else 0
 
 
-class CascadeSession(Session):
+class CascadeSession(NodeSession):
     """A session that runs those of both drafters of a cascade.
 
     Args:
@@ -95,88 +94,119 @@ class CascadeSession(Session):
         deepest: the largest depth of the model's drafts; None for any.
     """
 
-    def __init__(self, statistical: TextSession, model: Session, vocab: int, deepest: int | None):
-        self.statistical, self.model, self.vocab, self.deepest = statistical, model, vocab, deepest
+    def __init__(self, statistical: TextSession, model: NodeSession, vocab: int, deepest: int | None):
+        super().__init__(model.output_ids if deepest is None else None)
+        self.statistical, self.drafting, self.vocab, self.deepest = statistical, model, vocab, deepest
+        self.drafted: list[Tensor] = []  # the root and the drafts of this round, `[B]` each
+        self.continued: Tensor | None = None  # the statistical drafter's tokens after the model's, `[B, W]`
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.statistical.update(tokens, hidden, counts)
         kept = max(counts.values)  # no more than that: what the model has read of it, it need not read again
-        self._update_model(tokens[:, :kept], None if hidden is None else hidden[:, :kept], counts)
+        self.drafting.update(tokens[:, :kept], None if hidden is None else hidden[:, :kept], counts)
 
-    def _update_model(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths) -> None:
-        self.model.update(tokens, hidden, counts)
+    def prefill(self, root: Tensor) -> Tensor:
+        self.drafted, self.continued, self.lengths = [root], None, None
+        depth = required(self.round_depth, "cascade: the decoder sets the round's depth before it drafts.")
+        self.drafting.round_depth = depth if self.deepest is None else min(depth, self.deepest)
+        return self._whole(self.drafting.prefill(root))
 
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        first = depth if self.deepest is None else min(depth, self.deepest)
-        proposal = self._draft(root, first, choose, ended)
-        if first == depth or proposal.tokens.shape[1] < first:
-            return proposal
-        return self._continued(root, proposal.tokens, depth - first, choose)
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        assert parents is None, "a cascade drafts chains"
+        self.drafted.append(tokens[:, 0])
+        count = len(self.drafted) - 1
+        if self.deepest is None or count < self.deepest:
+            return self._whole(self.drafting.decode(tokens))
+        return self._certain(count)
 
-    def _draft(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None) -> Proposal:
-        return self.model.propose(root, depth, choose, ended)
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Return the model's logits `[..., V']` over the whole vocabulary, where the statistical drafter goes on."""
+        ids = self.drafting.output_ids
+        if self.deepest is None or ids is None:
+            return logits
+        nothing = logits.new_full((*logits.shape[:-1], self.vocab), float("-inf"))
+        return nothing.scatter(-1, ids.expand_as(logits), logits)
 
-    def _continued(self, root: Tensor, drafts: Tensor, depth: int, choose: Choose) -> Proposal:
-        """Return the model's `drafts` `[B, D]`, and after them the statistical drafter's."""
-        continuations = self.statistical.continuations(torch.cat([root[:, None], drafts], 1).tolist(), depth)
-        tokens = padded(continuations, root.device)
-        for column in tokens.unbind(1):
-            nothing = torch.full((len(root), self.vocab), float("-inf"), device=root.device)
-            choose(nothing.scatter(1, column[:, None], 0.0), None)
-        lengths = drafts.shape[1] + torch.tensor([len(f) for f in continuations], device=root.device)
-        return Proposal.chain(torch.cat([drafts, tokens], 1), lengths)
+    def _certain(self, count: int) -> Tensor:
+        """Return logits `[B, 1, V]` that give all probability to the statistical drafter's token after `count` drafts.
+
+        A row that it cannot continue any more ends there (`lengths`); its later tokens mean nothing.
+        """
+        root, first = self.drafted[0], required(self.deepest, "the model drafts alone")
+        if self.continued is None:
+            depth = required(self.round_depth, "prefill begins the round") - first
+            tails = torch.stack(self.drafted, 1).tolist()
+            continuations = self.statistical.continuations(tails, depth)
+            self.lengths = first + torch.tensor([len(row) for row in continuations], device=root.device)
+            self.continued = torch.nn.functional.pad(padded(continuations, root.device), (0, depth))
+        column = self.continued[:, count - first]
+        nothing = torch.full((len(root), 1, self.vocab), float("-inf"), device=root.device)
+        return nothing.scatter(2, column[:, None, None], 0.0)
 
     def select(self, rows: list[int]) -> None:
         self.statistical.select(rows)
-        self.model.select(rows)
+        self.drafting.select(rows)
 
 
-class GuessedSession(CascadeSession):
-    """A session in which the statistical drafter guesses for the model."""
+class GuessedSession(NodeSession):
+    """A session of a model that reads a statistical drafter's guesses of how its own chain goes on."""
 
-    model: ChainSession
+    def __init__(self, statistical: TextSession, model: ChainSession):
+        super().__init__(model.output_ids)
+        self.statistical, self.reader = statistical, model
+        self.chains: list[_Chain] = []  # of each row in this round; [] between rounds
+        self.logits = torch.empty(0)  # after all that the model has read in this round, `[B, R, V']`
+        self.room = 0  # guesses that it may still read
 
-    def __init__(self, statistical: TextSession, model: ChainSession, vocab: int, deepest: int | None):
-        super().__init__(statistical, model, vocab, deepest)
-        # When the model has read each token that it drafted in this round, −1 for never, `[B, D]`; None for none.
-        self.read: Tensor | None = None
-
-    def _update_model(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths) -> None:
-        read, self.read = self.read, None
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        read = self._places(tokens.device)
+        self.chains = []
         if read is not None:
             # The model has read all drafts that are kept, but at most the last; or it reads them anew.
             leading = (read >= 0).cumprod(1).sum(1).tolist()
             kept = [count - 1 for count in counts.values]
             if any(k > min(known + 1, read.shape[1]) for known, k in zip(leading, kept, strict=True)):
-                self.model.forget()
+                self.reader.forget()
                 read = None
-        self.model.update(tokens, hidden, counts, None if read is None else read[:, : tokens.shape[1] - 1])
+        self.reader.update(tokens, hidden, counts, None if read is None else read[:, : tokens.shape[1] - 1])
 
-    def _draft(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None) -> Proposal:
-        chains = [_Chain([token]) for token in root.tolist()]
-        drafted: list[Tensor] = []
-        logits = root.new_zeros(len(root), 0, 0)
-        room = _GUESSES
-        while len(drafted) < depth and not (drafted and ended is not None and ended()):
-            if any(chain.place < 0 for chain in chains):
-                more = self._read(chains, logits.shape[1], min(depth - 1 - len(drafted), room), root.device)
-                room -= more.shape[1] - 1
-                logits = torch.cat([logits, more], 1) if logits.shape[1] else more
-            places = torch.tensor([chain.place for chain in chains], device=root.device)
-            here = logits.gather(1, places[:, None, None].expand(-1, 1, logits.shape[2]))[:, 0]
-            drafted.append(choose(here, self.model.output_ids))
-            for chain, token in zip(chains, drafted[-1].tolist(), strict=True):
-                chain.append(token)
-        # Places count from the root, nodes from the token after it.
-        self.read = torch.tensor([chain.places[1:] for chain in chains], device=root.device) - 1
-        self.read = self.read.clamp(min=-1)
-        return Proposal.chain(torch.stack(drafted, 1))
+    def _places(self, device: torch.device) -> Tensor | None:
+        """Return when the model has read each token that it drafted in this round, −1 for never, `[B, D]`.
 
-    def _read(self, chains: list[_Chain], places: int, most: int, device: torch.device) -> Tensor:
-        """Return logits `[B, W, V']` after the last token of each chain, if unread, and up to `most` guesses after it.
-
-        `places`: how many tokens the model has read in this round.
+        The last one may have been read as a guess; it is read again with the next root. None if it drafted nothing.
         """
+        if not self.chains:
+            return None
+        # Places count from the root, nodes from the token after it.
+        nodes = torch.tensor([[*chain.places[1:], -1] for chain in self.chains], device=device) - 1
+        return nodes.clamp(min=-1)
+
+    def prefill(self, root: Tensor) -> Tensor:
+        self.chains = [_Chain([token]) for token in root.tolist()]
+        self.logits = root.new_zeros(len(root), 0, 0)
+        self.room = _GUESSES
+        return self._next(root.device)[:, 0]
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        assert parents is None, "a cascade drafts chains"
+        for chain, token in zip(self.chains, tokens[:, 0].tolist(), strict=True):
+            chain.append(token)
+        return self._next(tokens.device)
+
+    def _next(self, device: torch.device) -> Tensor:
+        """Return the logits after the last token of each chain, `[B, 1, V']`, which the model reads if it has not."""
+        if any(chain.place < 0 for chain in self.chains):
+            depth = required(self.round_depth, "cascade: the decoder sets the round's depth before it drafts.")
+            more = self._read(min(depth - len(self.chains[0].tokens), self.room), device)
+            self.room -= more.shape[1] - 1
+            self.logits = torch.cat([self.logits, more], 1) if self.logits.shape[1] else more
+        places = torch.tensor([chain.place for chain in self.chains], device=device)
+        return self.logits.gather(1, places[:, None, None].expand(-1, 1, self.logits.shape[2]))
+
+    def _read(self, most: int, device: torch.device) -> Tensor:
+        """Return logits `[B, W, V']` after each chain's last token, if unread, and up to `most` guesses after it."""
+        chains = self.chains
+        places = self.logits.shape[1]  # how many tokens the model has read in this round
         guesses: list[list[int]] = [[] for _ in chains]
         if most:
             guesses = self.statistical.continuations([chain.tokens for chain in chains], most)
@@ -187,7 +217,10 @@ class GuessedSession(CascadeSession):
             after.append(chain.places[-2] - 1 if waits and places else -1)
             if waits:
                 chain.places[-1], chain.guesses = places, guess
-        return self.model.read_chain(padded(tokens, device), torch.tensor(after, device=device) if places else None)
+        return self.reader.read_chain(padded(tokens, device), torch.tensor(after, device=device) if places else None)
+
+    def select(self, rows: list[int]) -> None:
+        self.reader.select(rows)
 
 
 @dataclass

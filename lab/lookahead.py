@@ -23,7 +23,7 @@ from torch import Tensor
 from ..common import BadInputError
 from ..heads.base import Drafter
 from ..heads.saved import DrafterConfig
-from ..heads.session import Abilities, Choose, Ended, Proposal, Session, padded
+from ..heads.session import Abilities, Proposal, TextSession, padded
 from ..targets import RaggedCache, RowLengths, Target
 
 Ngram = tuple[int, ...]
@@ -164,7 +164,7 @@ class _LookaheadRow:
     ends: list[int] = field(default_factory=list)  # the nodes of its last level; [] for no window
 
 
-class LookaheadSession(Session):
+class LookaheadSession(TextSession):
     """A session with a window and a pool for each row.
 
     `limit`: the target's context, in tokens; None for any.
@@ -184,16 +184,16 @@ class LookaheadSession(Session):
                     row.pool.add(text[end - size], tuple(text[end - size + 1 : end]))
             row.recent = text[-max(size, self.config.reach) :]
 
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+    def propose(self, root: Tensor, depth: int) -> Proposal:
         depth = min(depth, self.config.ngram - 1)
         trees = [self._grow(row, last, depth) for row, last in zip(self.rows, root.tolist(), strict=True)]
         stacked = partial(padded, device=root.device)
         tokens, parents = stacked([t.tokens for t in trees]), stacked([t.parents for t in trees], fill=-1)
         if not tokens.shape[1]:
-            return Proposal.chain(tokens, deterministic=True)
+            return Proposal.chain(tokens)
         real = stacked([t.depths for t in trees], fill=depth + 1) <= depth
         deepest = max(d for t in trees for d in t.depths)
-        return Proposal(tokens, real, deepest, parents, torch.full_like(parents, -1), deterministic=True)
+        return Proposal(tokens, real, deepest, parents, torch.full_like(parents, -1))
 
     def _grow(self, row: _LookaheadRow, root: int, depth: int) -> _DraftTrie:
         tree, row.root, row.ends = _DraftTrie(), root, []

@@ -9,7 +9,7 @@ Shapes: B rows, N draft tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -23,8 +23,8 @@ from ..eval.measure import Contestant, measure
 from ..eval.reports.figures import DepthFigure, Interval, speed_ratio, tau_ratio
 from ..eval.suites import Suite, check_lengths, make_jobs, with_later_turns
 from ..eval.summary import bootstrap_of
-from ..heads import Abilities, Drafter, Proposal, Session
-from ..heads.session import Choose, Ended
+from ..heads import Abilities, Drafter, Proposal, Session, TextSession
+from ..heads.session import greedy_chain
 from ..recipes import EvalSpec
 from ..targets import RaggedCache, RowLengths, Target
 
@@ -115,7 +115,9 @@ class _ReplayedRow:
     rounds: int = 0
 
 
-class _ReplaySession(Session):
+class _ReplaySession(TextSession):
+    """A session that drafts as another does and proposes other tokens; at temperature 0, where none is drawn."""
+
     def __init__(self, replay: ReplayDrafter, session: Session, target: Target, batch_size: int):
         self.replay, self.session, self.vocab = replay, session, target.vocab_size
         self.rows = [_ReplayedRow() for _ in range(batch_size)]
@@ -130,9 +132,9 @@ class _ReplaySession(Session):
             else:  # it is another text now
                 row.text = ()
 
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        proposal = self.session.propose(root, depth, choose, ended)
-        tokens = proposal.tokens.clone()
+    def propose(self, root: Tensor, depth: int) -> Proposal:
+        proposal = greedy_chain(self.session, root, depth)
+        tokens = proposal.tokens
         for drafts, row, last in zip(tokens, self.rows, root.tolist(), strict=True):
             text = row.text or ()
             if row.read >= len(text) or text[row.read] != last:
@@ -141,7 +143,7 @@ class _ReplaySession(Session):
             right, first = self.replay.kept(text, row.rounds), row.read + 1
             for place, token in enumerate(text[first : first + len(drafts)][: right + 1]):
                 drafts[place] = token if place < right else (token + 1) % self.vocab
-        return replace(proposal, tokens=tokens)
+        return proposal
 
     def on_target_argmax(self, following: Tensor) -> None:
         self.session.on_target_argmax(following)

@@ -171,7 +171,7 @@ class UnoSession(OnePassSession, LentCacheSession):
     """A session that reads the root and the noise after it in the target's cache."""
 
     def __init__(self, drafter: Uno, target: Target, size: tuple[int, int], lent: RaggedCache | None):
-        super().__init__(target, size, lent, max_depth=drafter.max_depth)
+        super().__init__(target, size, lent)
         self.drafter, self.target, self.modules = drafter, target, target.by_modules()
         self.linears = linear_layers(self.modules)
         self.drafts = OnePassDrafts(drafter.max_depth, drafter.name)

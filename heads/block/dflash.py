@@ -124,7 +124,7 @@ class BlockSession(OnePassSession):
     """
 
     def __init__(self, drafter: DFlash, target: Target, cache: RaggedCache, layers: CachedBlocks):
-        super().__init__(drafter.output_ids, drafter.max_depth, [cache])
+        super().__init__(drafter.output_ids, [cache])
         self.drafter, self.target, self.cache, self.layers = drafter, target, cache, layers
         self.head = kept_head(target, drafter.output_ids)
         self.drafts = OnePassDrafts(drafter.max_depth, drafter.name)

@@ -1,12 +1,11 @@
 """Two drafters in one: a drafter without weights beside a model.
 
 In a fusion a row proposes the statistical drafter's match (n-gram, suffix), and the model's tokens where there is none
-or where it ends. A batch of one row does without the model where there is a match; the model reads what was kept later,
-in one pass. Matched tokens are not samples, so all of a fusion's proposal is judged by the rule for candidates, and the
-model proposes its most probable tokens.
+or where it ends: the match is a prefix that the decoder gives to drafting. A batch of one row does without the model
+where there is a match. Matched tokens are not samples, so all of a fusion's proposal is judged by the rule for
+candidates, and the model proposes its most probable tokens.
 
-Shapes: B rows, N tokens found, D tokens drafted, Q tokens of one pass, K taps, H target hidden size, V vocabulary,
-V' the model's own.
+Shapes: B rows, Q tokens of one pass, K taps, H target hidden size.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -26,7 +24,7 @@ from ...targets import RaggedCache, RowLengths, Target
 from ..base import Drafter
 from ..registry import drafter_config, load_drafter, restore_drafter
 from ..saved import CONFIG, DrafterConfig
-from ..session import Abilities, Choose, Ended, Proposal, Session, TextSession
+from ..session import Abilities, NodeSession, TextSession
 
 MODEL = "model"
 
@@ -126,49 +124,66 @@ class Fusion(TwoDrafters[FusionConfig]):
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> FusionSession:
-        model = self.model.open(target, batch_size, max_length, cache=cache)
-        open_statistical = partial(self._open_statistical, target, batch_size, max_length)
-        return FusionSession(open_statistical, model, target.vocab_size)
+        model = cast(NodeSession, self.model.open(target, batch_size, max_length, cache=cache))
+        return FusionSession(partial(self._open_statistical, target, batch_size, max_length), model)
 
 
-class FusionSession(Session):
-    """A session that runs those of both drafters of a fusion.
+class FusionSession(NodeSession):
+    """A session of both drafters of a fusion: its logits are the model's, which follow what the text part proposes.
 
-    In rounds of fixed shapes the decoder runs the two itself, and the model reads what was kept after every round.
+    A model that is passed over reads what the target kept later, at once, before it drafts again. In rounds of fixed
+    shapes the decoder runs the two parts itself.
     """
 
-    def __init__(self, open_statistical: Callable[[], TextSession], model: Session, vocab: int):
-        self._open_statistical, self.statistical = open_statistical, open_statistical()
-        self.model, self.vocab = model, vocab
-        self.alone = False  # whether the statistical drafter drafts without the model in this round
+    def __init__(self, open_statistical: Callable[[], TextSession], model: NodeSession):
+        super().__init__(model.output_ids)
+        self._open_statistical, self._statistical, self._model = open_statistical, open_statistical(), model
+        self._passed_over = False  # whether the text part drafts without the model in this round
         # Tokens `[1, Q]` and their hidden states `[1, Q, K, H]` that the model has not read.
-        self.unread: list[tuple[Tensor, Tensor | None]] = []
+        self._unread: list[tuple[Tensor, Tensor | None]] = []
+
+    @property
+    def text(self) -> TextSession:
+        return self._statistical
+
+    @property
+    def model(self) -> NodeSession:
+        return self._model
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        self.statistical.update(tokens, hidden, counts)
-        if self.alone or self.unread:
+        self.text.update(tokens, hidden, counts)
+        if self._passed_over or self._unread:
             kept = counts.values[0]
-            self.unread.append((tokens[:, :kept], None if hidden is None else hidden[:, :kept]))
-            self.alone = False
+            self._unread.append((tokens[:, :kept], None if hidden is None else hidden[:, :kept]))
+            self._passed_over = False
         else:
             self.model.update(tokens, hidden, counts, path)
 
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        copied = self.statistical.propose(root, depth, choose)
-        # Rows of a batch that had left the model out for different numbers of tokens would need room for the most of
-        # them after the longest.
-        if len(root) == 1 and copied.tokens.shape[1]:
-            self.alone = True
-            return copied
-        if self.unread:
-            tokens, hidden = zip(*self.unread, strict=True)
-            both, known = torch.cat(tokens, 1), [h for h in hidden if h is not None]
-            self.model.update(both, torch.cat(known, 1) if known else None, RowLengths.of([both.shape[1]], both.device))
-            self.unread = []
-        return propose_after(copied, self.model, root, depth, choose, self.vocab, ended)
+    def pass_over(self, root: Tensor) -> None:
+        """Leave the model out of this round, for a batch of one row.
+
+        Rows that had left it out for different numbers of tokens would need room for the most of them after the
+        longest.
+        """
+        assert len(root) == 1, "only a single row leaves the model out"
+        self._passed_over = True
+
+    def prefill(self, root: Tensor) -> Tensor:
+        if self._unread:
+            tokens, hidden = zip(*self._unread, strict=True)
+            both = torch.cat(tokens, 1)
+            known = [states for states in hidden if states is not None]
+            counts = RowLengths.of([both.shape[1]], both.device)
+            self.model.update(both, torch.cat(known, 1) if known else None, counts)
+            self._unread = []
+        self.model.round_depth = self.round_depth
+        return self.model.prefill(root)
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self.model.decode(tokens, parents)
 
     def select(self, rows: list[int]) -> None:
-        self.statistical.select(rows)
+        self.text.select(list(rows))
         self.model.select(rows)
 
     def read_ahead(self, keep: int) -> None:
@@ -184,41 +199,8 @@ class FusionSession(Session):
         self.model.carry(tensors)
 
     def reset(self) -> None:
-        self.statistical = self._open_statistical()
+        self._statistical = self._open_statistical()
         self.model.reset()
-
-
-def propose_after(
-    copied: Proposal,
-    model: Session,
-    root: Tensor,
-    depth: int,
-    choose: Choose,
-    vocab: int,
-    ended: Ended | None = None,
-) -> Proposal:
-    """Return each row's matched tokens, and a model's after them."""
-    proposal = model.propose(root, depth, _with(copied, choose, vocab), ended)
-    return replace(proposal, deterministic=True)
-
-
-def _with(copied: Proposal, choose: Choose, vocab: int) -> Choose:
-    """Return a choice that takes the matched tokens `[B, N]` one by one, and then goes on as `choose` does.
-
-    A matched token is chosen from logits that give it all probability, so that `choose` processes later ones after it.
-    """
-    steps, lengths = count(), copied.lengths
-
-    def chosen(logits: Tensor, token_ids: Tensor | None) -> Tensor:
-        step = next(steps)
-        if step >= copied.tokens.shape[1]:
-            return choose(logits, token_ids)
-        nothing = logits.new_full((len(logits), vocab), float("-inf"))
-        own = logits if token_ids is None else nothing.scatter(1, token_ids.expand_as(logits), logits)
-        certain = nothing.scatter(1, copied.tokens[:, step, None], 0.0)
-        return choose(torch.where((step < lengths)[:, None], certain, own), None)
-
-    return chosen
 
 
 def fuse(statistical: dict[str, Any], model: Drafter) -> Fusion:

@@ -17,7 +17,7 @@ from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
 from ..base import Drafter
 from ..saved import DrafterConfig
-from ..session import Abilities, Choose, Ended, Proposal, TextSession, padded
+from ..session import Abilities, Proposal, TextSession, padded
 
 
 @dataclass
@@ -71,10 +71,10 @@ class NgramSession(TextSession):
                         row.ends[tuple(row.tokens[-n:])] = len(row.tokens)
                 row.tokens.append(token)
 
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+    def propose(self, root: Tensor, depth: int) -> Proposal:
         continuations = self.continuations([[last] for last in root.tolist()], depth)
         lengths = torch.tensor([len(f) for f in continuations], device=root.device)
-        return Proposal.chain(padded(continuations, root.device), lengths, deterministic=True)
+        return Proposal.chain(padded(continuations, root.device), lengths)
 
     def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
         return [self._lookup(row, tail, depth) for row, tail in zip(self.rows, tails, strict=True)]

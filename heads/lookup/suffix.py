@@ -21,7 +21,7 @@ from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
 from ..base import Drafter
 from ..saved import DrafterConfig
-from ..session import Abilities, Choose, Ended, Proposal, TextSession, padded
+from ..session import Abilities, Proposal, TextSession, padded
 
 
 @dataclass
@@ -332,16 +332,16 @@ class SuffixSession(TextSession):
                 if answered and self.config.max_tokens:
                     self.history.append(row.answer, token)
 
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+    def propose(self, root: Tensor, depth: int) -> Proposal:
         proposals = [self._draft(row, [last], depth) for row, last in zip(self.rows, root.tolist(), strict=True)]
         tokens = padded([f.tokens for f in proposals], root.device)
         lengths = torch.tensor([len(f.tokens) for f in proposals], device=root.device)
-        proposal = Proposal.chain(tokens, lengths, deterministic=True)
+        proposal = Proposal.chain(tokens, lengths)
         if all(f.parents == list(range(-1, len(f.parents) - 1)) for f in proposals):
             return proposal
         parents = padded([f.parents for f in proposals], root.device, fill=-1)
         deepest = max(len(_path(f, node)) for f in proposals for node in range(len(f.tokens)))
-        return Proposal(tokens, proposal.real, deepest, parents, torch.full_like(parents, -1), deterministic=True)
+        return Proposal(tokens, proposal.real, deepest, parents, torch.full_like(parents, -1))
 
     def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
         return [self._draft(row, tail, depth).tokens for row, tail in zip(self.rows, tails, strict=True)]

@@ -375,7 +375,7 @@ class ParallelSession(OnePassSession, DeferredPrefillSession):
     """A session that reads, in one pass, the tokens committed since the last round and the masks after them."""
 
     def __init__(self, drafter: Drafter[Any], depth: int, cache: RaggedCache, head: Head):
-        super().__init__(drafter.output_ids, depth, [cache])
+        super().__init__(drafter.output_ids, [cache])
         self.cache, self.head = cache, head
         self.drafts = OnePassDrafts(depth, drafter.name)
 

@@ -68,19 +68,19 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target, monkeypatch):
 
     def spied(*sizes: Any) -> Session:
         session = opened(*sizes)
-        update, propose = session.update, session.propose
+        update, prefill = session.update, session.prefill
 
         def spy_update(tokens: Tensor, hidden: Tensor, counts: RowLengths, path: Tensor | None = None) -> None:
             given.append(tokens.shape[1])
             assert hidden.shape == (*tokens.shape, 3, target.hidden_size)
             update(tokens, hidden, counts, path)
 
-        def spy_propose(root: Tensor, depth: int, *more: Any) -> Any:
-            timed.append((depth, given[-1]))
-            return propose(root, depth, *more)
+        def spy_prefill(root: Tensor) -> Tensor:
+            timed.append((session.round_depth, given[-1]))
+            return prefill(root)
 
         monkeypatch.setattr(session, "update", spy_update)
-        monkeypatch.setattr(session, "propose", spy_propose)
+        monkeypatch.setattr(session, "prefill", spy_prefill)
         return session
 
     monkeypatch.setattr(head, "open", spied)

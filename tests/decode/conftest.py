@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, 
 from transformers.generation import logits_process as library
 
 from outrider.decode import Sampling
-from outrider.heads import Abilities, Drafter, DrafterConfig, DraftModel, Proposal, Session
+from outrider.heads import Abilities, Drafter, DrafterConfig, DraftModel, Proposal, Session, TextSession
 from outrider.targets import RowLengths, Target
 
 COMMON = {
@@ -79,18 +79,18 @@ class Scripted(Drafter):
         return ScriptedSession(self.drafts, batch_size)
 
 
-class ScriptedSession(Session):
+class ScriptedSession(TextSession):
     def __init__(self, drafts: Callable[[int, int, int, int], list[int]], batch_size: int):
         self.drafts, self.rows, self.known, self.number = drafts, list(range(batch_size)), [0] * batch_size, 0
 
     def update(self, tokens, hidden, counts, path=None):
         self.known = [n + c for n, c in zip(self.known, counts.values, strict=True)]
 
-    def propose(self, root, depth, choose, ended=None):
+    def propose(self, root, depth):
         self.number += 1
         rows = zip(self.rows, self.known, strict=True)
         drafts = torch.tensor([self.drafts(row, known, self.number, depth) for row, known in rows], dtype=torch.long)
-        return Proposal.chain(drafts.reshape(len(root), -1), deterministic=True)
+        return Proposal.chain(drafts.reshape(len(root), -1))
 
     def select(self, rows):
         self.rows, self.known = [self.rows[r] for r in rows], [self.known[r] for r in rows]

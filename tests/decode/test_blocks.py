@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,18 +18,13 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Costs, Decoder, Plan, Sampling, Schedule
-from outrider.decode.drafting import (
-    ChainDraft,
-    DraftSampler,
-    NextToken,
-    SamplerConfig,
-    grow_dynamic,
-    propose_confidently,
-)
+from outrider.decode import round as stage
+from outrider.decode.round import RoundSetup, RoundState, draft
 from outrider.decode.rule_table import RULES
 from outrider.decode.rules import block, rejection
-from outrider.decode.sampling import Keys
-from outrider.heads import HEADS, DFlash, DFlash2, DFlash2Config, DFlashConfig, DSpark, DSparkConfig
+from outrider.decode.sampling import DraftSampler, Keys, NextToken, SamplerConfig
+from outrider.decode.trees import grow_dynamic
+from outrider.heads import HEADS, Abilities, DFlash, DFlash2, DFlash2Config, DFlashConfig, DSpark, DSparkConfig
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions, tolerance
@@ -304,13 +300,15 @@ def confident_session(target: Target, odds: dict[tuple[int, ...], float]):
 ODDS = {(): 0.9, (0,): 0.9, (1,): 0.4, (2,): 0.8, (0, 0): 0.3, (0, 2): 0.9, (2, 1): 0.95, (2, 0): 0.5}
 
 
-def told_length(session, path: tuple[int, ...], threshold: float) -> int:
-    keys = Keys(0, torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long))
-    sampler = Forced(RULES["rejection"], SamplerConfig(Sampling(1.0), None, 3), keys, path=path)
-    chain = ChainDraft(sampler, confidence=threshold)
-    with torch.inference_mode():
-        propose_confidently(session, torch.tensor([0]), len(path), chain, may_sync=False)
-    return int(chain.lengths[0])
+def told_length(target: Target, session, path: tuple[int, ...], threshold: float) -> int:
+    plan = Plan(len(path), confidence=threshold)
+    config, abilities = SamplerConfig(Sampling(1.0), None, 3), Abilities(confident=True)
+    setup = RoundSetup(target, plan, config, abilities, may_sync=False)
+    row = torch.zeros(1, dtype=torch.long)
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "DraftSampler", partial(Forced, path=path))
+        state = RoundState(row, row, 0, None, None, target.new_cache(1, 8), session)
+        return int(draft(setup, state, len(path)).proposal.lengths[0])
 
 
 def ending(rule, lengths: dict[tuple[int, ...], int]) -> Rule:
@@ -321,7 +319,7 @@ def ending(rule, lengths: dict[tuple[int, ...], int]) -> Rule:
 def test_a_chain_that_ends_by_what_stands_before_it_is_lossless(target, rule):
     """Draft j is proposed if c_1 … c_j reach the threshold; c_j knows the drafts before j."""
     session = confident_session(target, ODDS)
-    lengths = {path: told_length(session, path, 0.6) for path in product(range(3), repeat=3)}
+    lengths = {path: told_length(target, session, path, 0.6) for path in product(range(3), repeat=3)}
     assert set(lengths.values()) == {1, 2, 3}
     trees = drafted(session)
     assert bias(ending(rule, lengths), trees, TARGET) < EXACT

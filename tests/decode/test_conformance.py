@@ -22,11 +22,12 @@ from outrider.decode import round as stage
 from outrider.decode.engine import Run
 from outrider.decode.rule_table import RULES as RULE_TABLE
 from outrider.decode.sampling import probabilities
-from outrider.heads import HEADS, Drafter, TargetBatch
+from outrider.heads import HEADS, Drafter, NodeSession, TargetBatch
 from outrider.heads.session import Abilities
 from outrider.targets import Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few, make_llama
+from ..heads.conftest import chained
 from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS  # noqa: F401 (SLOW is read by conftest.py)
 from .conftest import fresh_session, random_prompts
 from .test_distribution import p_value
@@ -158,8 +159,8 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(
         runs.append(run)
         return start(run)
 
-    def checked(setup, state, depth):
-        found, run = draft(setup, state, depth), runs[-1]
+    def checked(setup, state, depth, *more):
+        found, run = draft(setup, state, depth, *more), runs[-1]
         proposal = found.proposal
         for row, i in enumerate(run.active if depth else ()):
             if run.sequences[i].done:
@@ -185,7 +186,12 @@ def fresh_proposal(
     target: Target, drafter: Drafter, text: list[int], root: int, depth: int, kept: Sequence[int]
 ) -> list[int]:
     session = fresh_session(target, drafter, text)
-    return session.propose(torch.tensor([root]), depth, partial(best_of_few, tokens=kept)).tokens[0].tolist()
+    found = [] if session.text is None else session.text.propose(torch.tensor([root]), depth).tokens[0].tolist()
+    if found or not isinstance(session, NodeSession):
+        return found
+    depth = min(depth, drafter.max_depth or depth)
+    choose = partial(best_of_few, token_ids=session.output_ids, tokens=kept)
+    return chained(session, [root], depth, choose).tokens[0].tolist()
 
 
 @cache

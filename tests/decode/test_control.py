@@ -9,8 +9,8 @@ import torch
 
 from outrider.common import BadInputError
 from outrider.decode import Control, Controller, Costs, Decoder, Plan, Sampling, Schedule, expected_tokens
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, draft_model
-from outrider.heads.draft_model import DraftModelSession
+from outrider.decode.sampling import DraftSampler
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
 
 from .conftest import random_prompts
@@ -344,20 +344,16 @@ def test_a_chain_ends_after_the_first_uncertain_token_not_before_it(target, tiny
     drafter, threshold = DraftModel(tiny_llama(layers=4, seed=0, initializer_range=0.3)), 0.1
     seen: list[list[float]] = []
 
-    class NotingSession(DraftModelSession):
-        def propose(self, root, depth, choose, ended=None):
-            row: list[float] = []
+    honest = DraftSampler.next_token
 
-            def noting(logits, token_ids):
-                token = choose(logits, token_ids)
-                row.append(float(logits.float().softmax(-1)[0, token[0]]))
-                return token
+    def noting(sampler, logits, token_ids, depth, context):
+        picked = honest(sampler, logits, token_ids, depth, context)
+        if not depth:
+            seen.append([])
+        seen[-1].append(float(picked.probability()))
+        return picked
 
-            proposal = super().propose(root, depth, noting, ended)
-            seen.append(row)
-            return proposal
-
-    monkeypatch.setattr(draft_model, "DraftModelSession", NotingSession)
+    monkeypatch.setattr(DraftSampler, "next_token", noting)
     out = Decoder(target, drafter).generate(PROMPTS[:1], 80, plan=Plan(4, confidence=threshold))
     assert [r.drafted for r in out.rounds[0]] == [len(row) for row in seen]
     assert all(p >= threshold for row in seen for p in row[:-1])

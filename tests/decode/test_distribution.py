@@ -21,10 +21,20 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, rules
+from outrider.decode import Decoder, Output, Plan, Sampling, Tree, rules
 from outrider.decode import round as stage
-from outrider.decode.drafting import Draft, DraftSampler, NextToken, grow_static
-from outrider.decode.sampling import ACCEPT, Context, Processors, probabilities, uniforms
+from outrider.decode import sampling as drawing
+from outrider.decode.sampling import (
+    ACCEPT,
+    Context,
+    Draft,
+    DraftSampler,
+    NextToken,
+    Processors,
+    probabilities,
+    uniforms,
+)
+from outrider.decode.trees import grow_static
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
 
@@ -313,20 +323,20 @@ def the_target_is_not_filtered(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_are_accepted_with_the_uniforms_that_drew_them(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(drafting, "DRAFT", ACCEPT)
+    patch.setattr(drawing, "DRAFT", ACCEPT)
 
 
 def every_round_has_the_same_uniforms(patch: pytest.MonkeyPatch) -> None:
     def stuck(seed: int, stream: int, *keys: Tensor) -> Tensor:
         return uniforms(seed, stream, keys[0], *(key - key.flatten()[0] for key in keys[1:]))
 
-    for module in (rules, drafting):
+    for module in (rules, drawing):
         patch.setattr(module, "uniforms", stuck)
 
 
 def unconfident_drafts_are_left_out(patch: pytest.MonkeyPatch) -> None:
     honest = stage._masked
-    patch.setattr(stage, "_masked", lambda state, draft, lengths, *more: honest(state, draft, lengths - 1, *more))
+    patch.setattr(stage, "_masked", lambda setup, state, draft, lengths: honest(setup, state, draft, lengths - 1))
 
 
 def a_tree_is_scored_with_the_law_of_another_place(patch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.decode import Decoder, Plan, Sampling, Tree, drafting
+from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode import round as stage
-from outrider.decode.drafting import Draft, DraftSampler, SamplerConfig, grow_dynamic
+from outrider.decode import sampling as drawing
 from outrider.decode.rule_table import RULES
-from outrider.decode.sampling import DRAFT, Context, Keys, Processors, draw, gumbel, probabilities, shared_gumbel
+from outrider.decode.sampling import (
+    DRAFT,
+    Context,
+    Draft,
+    DraftSampler,
+    Keys,
+    Processors,
+    SamplerConfig,
+    draw,
+    gumbel,
+    probabilities,
+    shared_gumbel,
+)
+from outrider.decode.trees import grow_dynamic
 from outrider.heads import DraftModel, Proposal
 from outrider.targets import Target
 
@@ -45,7 +58,7 @@ def drawn_and_scored(
 
     The first is measured with uniforms on the midpoints of equal cells.
     """
-    patch.setattr(drafting, "uniforms", lambda *keys: (torch.arange(CELLS).double() + 0.5) / CELLS)
+    patch.setattr(drawing, "uniforms", lambda *keys: (torch.arange(CELLS).double() + 0.5) / CELLS)
     picked = sampler("rejection", sampling, CELLS).next_token(logits.expand(CELLS, -1), token_ids)
     assert picked.probs is not None
     return torch.bincount(picked.token, minlength=6).double() / CELLS, picked.probs[0].double()
@@ -69,7 +82,7 @@ def test_a_draft_of_a_chain_is_drawn_from_the_law_that_it_is_scored_with(samplin
 
 
 def test_drawing_in_bf16_is_caught(monkeypatch):
-    monkeypatch.setattr(drafting, "draw", lambda probs, uniform: draw(probs.bfloat16(), uniform))
+    monkeypatch.setattr(drawing, "draw", lambda probs, uniform: draw(probs.bfloat16(), uniform))
     drawn, scored = drawn_and_scored(LOGITS, None, Sampling(1.0), monkeypatch)
     assert float((drawn - scored).abs().max()) > 2 / CELLS
 
@@ -145,7 +158,7 @@ def the_drafter_ignores(kind: str, patch: pytest.MonkeyPatch) -> None:
         def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
             return probabilities(logits, replace(sampling, **without))
 
-        patch.setattr(drafting, "probabilities", filtered)
+        patch.setattr(drawing, "probabilities", filtered)
     else:
         patch.setattr(DraftSampler, "_processed", lambda sampler, logits, token_ids, context: logits.float())
 

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.decode.nonfinite import are_finite
+from outrider.decode.sampling import are_finite
 from outrider.heads import Drafter, drafter_config
 from outrider.targets import Target
 

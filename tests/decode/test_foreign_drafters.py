@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.heads import Abilities, Drafter, DrafterConfig, NodeSession, Proposal, Session
+from outrider.heads import Abilities, Drafter, DrafterConfig, NodeSession, Proposal, Session, TextSession
 from outrider.targets import Target
 
 from .conftest import random_prompts
@@ -115,7 +115,7 @@ def test_what_a_session_writes_into_its_arguments_changes_no_drawn_texts_law(tar
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
-class Proposing(Session):
+class Proposing(TextSession):
     """A session that proposes what a test says."""
 
     def __init__(self, propose: Callable[..., Any]):
@@ -124,16 +124,16 @@ class Proposing(Session):
     def update(self, tokens, hidden, counts, path=None) -> None:
         pass
 
-    def propose(self, root, depth, choose, ended=None) -> Proposal:
+    def propose(self, root, depth) -> Proposal:
         self.round += 1
-        return self.says(root, choose, self.round)
+        return self.says(root, self.round)
 
     def select(self, rows: list[int]) -> None:
         pass
 
 
 def chain(tokens: Tensor, **changes: Any) -> Proposal:
-    return replace(Proposal.chain(tokens, deterministic=True), **changes)
+    return replace(Proposal.chain(tokens), **changes)
 
 
 def tree(root: Tensor, parents: list[int], depth: int = 2) -> Proposal:
@@ -146,38 +146,32 @@ def threes(root: Tensor, count: int = DEPTH) -> Tensor:
     return torch.full((len(root), count), 3)
 
 
-def written_over(root: Tensor, choose: Any) -> Proposal:
-    token = choose(torch.zeros(len(root), VOCAB), None)
-    token.copy_((token + 1) % VOCAB)
-    return Proposal.chain(token[:, None])
-
-
-WRONG: dict[str, tuple[Callable[[Tensor, Any, int], Proposal], str]] = {
-    "an id that is too large": (lambda root, *_: chain(threes(root) * 30), "token 90; expected ids from 0"),
-    "an id that is too small": (lambda root, *_: chain(-threes(root)), "token -3; expected ids from 0"),
+WRONG: dict[str, tuple[Callable[[Tensor, int], Proposal], str]] = {
+    "an id that is too large": (lambda root, _: chain(threes(root) * 30), "token 90; expected ids from 0"),
+    "an id that is too small": (lambda root, _: chain(-threes(root)), "token -3; expected ids from 0"),
     "such an id later on": (
-        lambda root, _, n: chain(threes(root) * (30 if n > 2 else 1)),
+        lambda root, n: chain(threes(root) * (30 if n > 2 else 1)),
         "token 90; expected ids from 0",
     ),
-    "too many tokens": (lambda root, *_: chain(threes(root, 9)), r"9 tokens that are 9 deep; expected at most 3"),
+    "too many tokens": (lambda root, _: chain(threes(root, 9)), r"9 tokens that are 9 deep; expected at most 3"),
     "too few rows": (
-        lambda root, *_: chain(threes(root[1:])),
+        lambda root, _: chain(threes(root[1:])),
         r"tokens of torch\.int64 \[3, 3\]; expected .* \[4, N\]",
     ),
-    "no rows at all": (lambda root, *_: replace(chain(threes(root)), tokens=root[:1]), r"tokens of torch\.int64 \[1\]"),
-    "fractions": (lambda root, *_: chain(threes(root).float()), r"tokens of torch\.float32 \[4, 3\]"),
-    "padding of another size": (lambda root, *_: chain(threes(root), real=root > 0), r"real of torch\.bool \[4\]"),
-    "a chain of another depth": (lambda root, *_: chain(threes(root), depth=2), "3 tokens that are 2 deep"),
+    "no rows at all": (lambda root, _: replace(chain(threes(root)), tokens=root[:1]), r"tokens of torch\.int64 \[1\]"),
+    "fractions": (lambda root, _: chain(threes(root).float()), r"tokens of torch\.float32 \[4, 3\]"),
+    "padding of another size": (lambda root, _: chain(threes(root), real=root > 0), r"real of torch\.bool \[4\]"),
+    "a chain of another depth": (lambda root, _: chain(threes(root), depth=2), "3 tokens that are 2 deep"),
     "a token after padding": (
-        lambda root, *_: chain(threes(root), real=torch.tensor([[True, False, True]] * len(root))),
+        lambda root, _: chain(threes(root), real=torch.tensor([[True, False, True]] * len(root))),
         "tokens after padding",
     ),
     "a tree without its reading": (
-        lambda root, *_: replace(tree(root, [-1, 0]), read=None, deterministic=True),
+        lambda root, _: replace(tree(root, [-1, 0]), read=None),
         "read of none; expected",
     ),
-    "a parent after its child": (lambda root, *_: tree(root, [1, -1]), r"parents \[1, -1\] in its first row"),
-    "a deeper tree than said": (lambda root, *_: tree(root, [-1, 0, 1]), "a tree deeper than its depth of 2"),
+    "a parent after its child": (lambda root, _: tree(root, [1, -1]), r"parents \[1, -1\] in its first row"),
+    "a deeper tree than said": (lambda root, _: tree(root, [-1, 0, 1]), "a tree deeper than its depth of 2"),
 }
 
 
@@ -189,22 +183,15 @@ def test_a_wrong_proposal_is_refused_by_a_sentence(target, name):
         Decoder(target, drafter).generate(PROMPTS, 20, plan=Plan(DEPTH))
 
 
-@pytest.mark.parametrize(
-    ("says", "said"),
-    [
-        (lambda root, *_: Proposal.chain(threes(root)), r"3 tokens, of which choose picked 0; expected all"),
-        (lambda root, choose, _: written_over(root, choose), "other tokens than choose picked"),
-    ],
-    ids=["tokens of its own", "the chosen token, written over"],
-)
-def test_tokens_that_were_not_drawn_by_the_decoder_are_refused_where_the_rule_judges_by_their_probabilities(
-    target, says, said
-):
-    drafter = Foreign(lambda: Proposing(says), Abilities())
-    with pytest.raises(IncompatibleError, match=said):
-        Decoder(target, drafter).generate(PROMPTS, 20, Sampling(1.0), Plan(DEPTH))
-    plain, drafted = (Decoder(target, d).generate(PROMPTS, 20, plan=Plan(DEPTH)).tokens for d in (None, drafter))
-    assert plain == drafted, "the greedy rule needs none"
+def test_proposed_tokens_are_no_samples_whatever_the_abilities_declare(target):
+    """Under a rule for drawn tokens the text is the plain sampler's: the host's tokens are judged as candidates."""
+    for declared in (True, False):
+        drafter = Foreign(lambda: Proposing(lambda root, _: chain(threes(root))), Abilities(deterministic=declared))
+        for sampling in (Sampling(), Sampling(1.0)):
+            plain, drafted = (
+                Decoder(target, d).generate(PROMPTS, 20, sampling, Plan(DEPTH)).tokens for d in (None, drafter)
+            )
+            assert plain == drafted
 
 
 @pytest.mark.parametrize("plan", [Plan(DEPTH), Plan(DEPTH, 3, 6)], ids=["chain", "tree"])
@@ -226,5 +213,5 @@ def test_output_ids_outside_the_vocabulary_are_refused_by_a_sentence(target):
             self.table = self.table.repeat(2, 1)
 
     for plan in (Plan(DEPTH), Plan(DEPTH, 3, 6)):
-        with pytest.raises(IncompatibleError, match=r"proposed token \d+; expected ids from 0 to 63"):
+        with pytest.raises(IncompatibleError, match=r"tokens from 64 to 127; expected ids from 0 to 63"):
             Decoder(target, Foreign(Other, Abilities(reads_nodes=True))).generate(PROMPTS, 20, plan=plan)

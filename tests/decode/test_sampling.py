@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from itertools import product
 from typing import Any
 
@@ -255,17 +256,19 @@ def test_a_token_outside_the_vocabulary_is_refused():
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.7])
-def test_a_context_gives_its_tensors_and_takes_them_back_in_the_same_order(penalty):
+def test_every_tensor_of_a_context_is_rebound_in_the_same_order(penalty):
     processors = processors_of(Sampling(repetition_penalty=penalty, bad_words=WORDS))
     context = processors.start(torch.tensor([[1, 4, 2], [3, 0, 0]]), torch.tensor([3, 1]))
-    tensors = context.tensors()
-    copies = [tensor.clone() for tensor in tensors]
-    moved = context.at(iter(copies))
-    assert all(a is b for a, b in zip(moved.tensors(), copies, strict=True))
-    assert moved.num_new is copies[0]
-    assert moved.recent is copies[1]
-    assert len(tensors) == (2 if penalty == 1 else 3)
-    assert (moved.present is None) == (context.present is None) == (penalty == 1)
+    seen: list[torch.Tensor] = []
+    context.rebound(lambda tensor: seen.append(tensor) or tensor)
+    held = [getattr(context, field.name) for field in fields(context)]
+    assert {id(tensor) for tensor in seen} == {id(tensor) for tensor in held if tensor is not None}
+    copies = [tensor.clone() for tensor in seen]
+    rest = iter(copies)
+    again: list[torch.Tensor] = []
+    context.rebound(lambda _: next(rest)).rebound(lambda tensor: again.append(tensor) or tensor)
+    assert all(a is b for a, b in zip(again, copies, strict=True))
+    assert len(seen) == (2 if penalty == 1 else 3)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.7])
@@ -274,7 +277,9 @@ def test_selected_rows_keep_their_contexts(penalty):
     prompts, counts = torch.tensor([[1, 4, 2], [3, 0, 0], [5, 1, 0]]), torch.tensor([3, 1, 2])
     selected = processors.start(prompts, counts).select([2, 0])
     alone = processors.start(prompts[[2, 0]], counts[[2, 0]])
-    assert all(torch.equal(a, b) for a, b in zip(selected.tensors(), alone.tensors(), strict=True))
+    for field in fields(alone):
+        one, other = getattr(selected, field.name), getattr(alone, field.name)
+        assert one is other is None or torch.equal(one, other)
 
 
 def test_nothing_waits_for_the_host():

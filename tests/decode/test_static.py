@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 from outrider.decode import Control, Costs, Decoder, Output, Plan, Sampling, Tree, static_batch
 from outrider.decode import round as stage
 from outrider.decode.engine import Request
+from outrider.decode.round import RoundState
+from outrider.decode.sampling import Processors
 from outrider.decode.static_batch import Graphs, StaticBatch, window_of
 from outrider.heads import (
     HEADS,
@@ -33,6 +35,8 @@ from outrider.heads import (
     Fusion,
     Ngram,
     NgramConfig,
+    NoDraftSession,
+    Proposal,
     Suffix,
     SuffixConfig,
 )
@@ -413,8 +417,26 @@ def test_a_fusion_drafts_the_same_in_replays(target, replays, sampling, model):
                 a, b = (d.generate(prompts, 40, sampled, plan) for d in (decoder, usual))
                 assert (a.tokens, a.rounds, a.rule) == (b.tokens, b.rounds, b.rule)
     assert sum(graph.count for graph in replays) > 3 * len(replays), "most rounds were replayed"
-    captured = [key[0] for batch in decoder.static_batches.kept.values() for key in batch.proposed._graphs]
-    assert {goes_on for *_, goes_on in captured} == {False, True}
+    shapes = [key[0][1] for batch in decoder.static_batches.kept.values() for key in batch.graphs._graphs]
+    assert {shape[2] for shape in shapes if shape} == {False, True}
+
+
+def test_every_tensor_of_a_state_is_rebound(target):
+    """A field that `_moved` forgot would be read where an earlier round left it."""
+    row, tokens = torch.zeros(2, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
+    processors = Processors(Sampling(repetition_penalty=2.0), target.vocab_size, (), target.device)
+    tree = Proposal(tokens, tokens == 0, 1, tokens - 1, tokens - 1)
+    context = processors.start(tokens, row + 3)
+    speculate = torch.ones(2, dtype=torch.bool)
+    cache = target.new_cache(2, 8)
+    state = RoundState(row, row + 1, torch.tensor(5), speculate, context, cache, NoDraftSession(), tree)
+    held = [getattr(part, field.name) for part in (state, context, tree) for field in fields(part)]
+    listed = state.tensors()
+    own = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
+    assert {id(tensor) for tensor in listed} == {id(tensor) for tensor in (*own, cache.lengths)}
+    copies = [tensor.clone() for tensor in listed]
+    moved = state.rebound(copies)
+    assert all(one is other for one, other in zip(moved.tensors(), copies, strict=True))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from outrider.decode import Plan, Sampling, Tree
-from outrider.decode.drafting import SamplerConfig
 from outrider.decode.round import RoundSetup, RoundState, step
 from outrider.decode.rule_table import RULES, DraftShape
-from outrider.decode.sampling import Processors
+from outrider.decode.sampling import Processors, SamplerConfig
 from outrider.decode.static_batch import StaticBatch
 from outrider.heads import Abilities, Drafter
 from outrider.targets import RowLengths, Target

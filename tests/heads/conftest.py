@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Decoder, Output, Plan
-from outrider.heads import Drafter, Session, TargetBatch
+from outrider.heads import Drafter, NodeSession, Proposal, Session, TargetBatch
 from outrider.heads.block.block_losses import Anchors
 from outrider.heads.parallel.parallel_drafts import Rollouts
+from outrider.heads.session import greedy_chain
 from outrider.targets import RowLengths, Target
 
 from ..closeness import assert_same
@@ -89,9 +90,18 @@ def best(logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
     return top if token_ids is None else token_ids[top]
 
 
-def proposed(session: Session, roots: list[int], depth: int, choose: Any = None) -> list[list[int]]:
-    """Return the tokens that each row proposes."""
-    proposal = session.propose(torch.tensor(roots), depth, choose)
+def chained(session: NodeSession, roots: list[int], depth: int, choose: Callable[[Tensor], Tensor]) -> Proposal:
+    """Return the chain that a session drafts, of target ids that `choose` picks from logits `[B, V']`."""
+    session.round_depth = depth
+    tokens = [choose(session.prefill(torch.tensor(roots)))]
+    while len(tokens) < depth:
+        tokens.append(choose(session.decode(tokens[-1][:, None])[:, 0]))
+    return Proposal.chain(torch.stack(tokens, 1), session.lengths)
+
+
+def proposed(session: Session, roots: list[int], depth: int) -> list[list[int]]:
+    """Return the tokens that each row proposes greedily."""
+    proposal = greedy_chain(session, torch.tensor(roots), depth)
     return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
 
 
@@ -101,7 +111,6 @@ def looked_up(drafter: Drafter, texts: list[list[int]], roots: list[int], depth:
     tokens, counts = ragged(texts, 99)
     session.update(tokens, None, counts)
     assert drafter.abilities.deterministic
-    assert session.propose(torch.tensor(roots), depth, None).deterministic
     return proposed(session, roots, depth)
 
 
@@ -263,15 +272,11 @@ def decoded_logits(
         where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
         states = None if hidden is None else hidden[rows[:, None], where]
         state.update(tokens[rows[:, None], where], states, RowLengths.of(counts.tolist(), "cpu"))
-        logits: list[Tensor] = []
-
-        def choose(
-            draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits
-        ) -> Tensor:
-            logits.append(draft_logits)
-            return tokens[rows, reached + len(logits)]
-
-        state.propose(tokens[rows, reached], steps, choose)
+        state.round_depth = steps
+        logits = [state.prefill(tokens[rows, reached])]
+        while len(logits) < steps:
+            drafted = tokens[rows, reached + len(logits)]
+            logits.append(state.decode(drafted[:, None])[:, 0])
         found.append(logits)
         committed = reached
     return found

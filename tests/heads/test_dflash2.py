@@ -17,7 +17,7 @@ from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions
-from .conftest import anchored, assert_rounds_have, batch, features, opened, sequences
+from .conftest import anchored, assert_rounds_have, batch, features, opened, proposed, sequences
 from .conftest import made as make
 
 LENGTH = 22
@@ -175,7 +175,7 @@ def test_a_selector_that_knows_the_pairs_is_always_right(target):
     torch.nn.init.zeros_(selector.hidden_projection.weight)
     torch.nn.init.ones_(selector.hidden_projection.bias)
     session = opened(drafter, target, [[1, 2, 3]])
-    drafted = session.propose(torch.tensor([4]), 5, lambda logits, _: logits.argmax(-1)).tokens[0].tolist()
+    drafted = proposed(session, [4], 5)[0]
     assert all(follows[a] == b for a, b in pairwise([4, *drafted]))
 
 

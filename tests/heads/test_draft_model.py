@@ -16,7 +16,7 @@ from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions
-from .conftest import VOCAB, assert_rounds_have, batch, best, check_metrics, opened, sequences
+from .conftest import VOCAB, assert_rounds_have, batch, check_metrics, sequences
 
 LAYERS = 4  # of the target
 
@@ -38,7 +38,6 @@ def test_proposals_are_the_plain_forward_pass(target, drafter, starts):
     plain = drafter.model(tokens).logits
     rounds = drafter, target, tokens, starts, depth
     assert_rounds_have(lambda number, row, step: plain[row, starts[row][number] + step], *rounds)
-    assert opened(drafter, target, [[1, 2]]).propose(torch.tensor([3]), depth, best).parents is None
 
 
 @both_precisions

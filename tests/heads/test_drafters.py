@@ -30,12 +30,13 @@ from outrider.heads import (
     head_class,
     load_drafter,
 )
+from outrider.heads.session import greedy_chain
 from outrider.targets import RowLengths, Target
 
 from ..closeness import assert_same, both_precisions
 from ..conftest import FEW_TOKENS, few, installed
 from ..targets.small_models import NO_IDS, small_model
-from .conftest import batch, best, opened, ragged, sequences
+from .conftest import batch, opened, ragged, sequences
 
 Maker = Callable[[Target, Callable], Drafter]
 
@@ -183,7 +184,7 @@ def proposals(drafter: Drafter, target: Target) -> list[list[int]]:
         for root in (tokens[:, 0], tokens[:, 1]):
             hidden = target.forward(tokens, taps=drafter.taps).hidden
             state.update(tokens, hidden, counts)
-            found.append(state.propose(root, 4, best).tokens.tolist())
+            found.append(greedy_chain(state, root, min(4, drafter.max_depth or 4)).tokens.tolist())
             tokens, counts = torch.cat([root[:, None], tokens[:, :4]], 1), RowLengths.of([1, 5, 3, 2], "cpu")
     return found
 
@@ -208,8 +209,9 @@ def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
         for number, (depth, kept) in enumerate(rounds):
             drafts = torch.zeros(4, 0, dtype=torch.long)
             if depth:
-                proposal = state.propose(torch.tensor(roots), depth, best)
-                again = opened(drafter, target, texts).propose(torch.tensor(roots), depth, best)
+                depth = min(depth, drafter.max_depth or depth)
+                proposal = greedy_chain(state, torch.tensor(roots), depth)
+                again = greedy_chain(opened(drafter, target, texts), torch.tensor(roots), depth)
                 assert torch.equal(proposal.real, again.real)
                 assert torch.equal(proposal.tokens, again.tokens), f"round {number}"
                 drafts = proposal.tokens

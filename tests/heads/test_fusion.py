@@ -10,9 +10,8 @@ import torch
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.decode.drafting import ChainDraft, DraftSampler, SamplerConfig
-from outrider.decode.rule_table import RULES
-from outrider.decode.sampling import Keys, Processors
+from outrider.decode.round import RoundSetup, RoundState, draft, propose
+from outrider.decode.sampling import Processors, SamplerConfig
 from outrider.heads import (
     Drafter,
     DraftModel,
@@ -20,11 +19,13 @@ from outrider.heads import (
     FusionConfig,
     Ngram,
     NgramConfig,
+    Proposal,
     Suffix,
     SuffixConfig,
     drafter_config,
     load_drafter,
 )
+from outrider.heads.session import greedy_chain
 from outrider.targets import RowLengths, Target
 
 from ..conftest import installed
@@ -42,7 +43,7 @@ def model(request, target, tiny_llama) -> Drafter:
 
 
 def drafts(drafter: Drafter, target: Target, texts: list[list[int]], roots: list[int]) -> list[list[int]]:
-    return proposed(opened(drafter, target, texts), roots, 4, best)
+    return proposed(opened(drafter, target, texts), roots, 4)
 
 
 @torch.inference_mode()
@@ -66,7 +67,7 @@ def test_a_row_alone_needs_no_model_where_something_was_found(target, model, mon
     fusion = Fusion(Ngram(NgramConfig(4, 4)), model)
     state = opened(fusion, target, [REPEATED])
     monkeypatch.setattr(state.model, "prefill", lambda *_: pytest.fail("the model was asked"))
-    assert proposed(state, [1], 4, best) == [[2, 3, 4, 1]]
+    assert proposed(state, [1], 4) == [[2, 3, 4, 1]]
 
 
 @pytest.mark.parametrize("config", [{"min_match": 14}, {"min_score": 9.0}], ids=str)
@@ -76,16 +77,27 @@ def test_a_match_that_is_too_short_or_promises_too_little_is_left_to_the_model(t
     assert drafts(fusion, target, [REPEATED], [1]) == drafts(model, target, [REPEATED], [1])
 
 
-def chain(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -> ChainDraft:
-    """As the decoder's in a round after `texts`, roots included."""
-    rows, (tokens, counts) = len(texts), ragged(texts)
+def drafted(
+    fusion: Fusion, target: Target, texts: list[list[int]], roots: list[int], sampling: Sampling, plan: Plan
+) -> Proposal:
+    """Return the decoder's proposal in a round after `texts`."""
+    tokens, counts = ragged([[*text, root] for text, root in zip(texts, roots, strict=True)])
     processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
-    context = processors.start(tokens, counts.tensor)
-    if processors.idle:
-        processors = context = None
-    keys = Keys(0, torch.arange(rows), torch.full((rows,), 9))
-    sampler = DraftSampler(RULES["candidates"], SamplerConfig(sampling, processors, VOCAB), keys, context)
-    return ChainDraft(sampler, confidence)
+    config = SamplerConfig(sampling, None if processors.idle else processors, VOCAB)
+    setup = RoundSetup(target, plan, config, fusion.abilities)
+    context = None if processors.idle else processors.start(tokens, counts.tensor)
+    session, root = opened(fusion, target, texts), torch.tensor(roots)
+    state = RoundState(
+        root,
+        torch.arange(len(texts)),
+        0,
+        None,
+        context,
+        target.new_cache(len(texts), 40),
+        session,
+        propose(setup, session, root, plan.depth),
+    )
+    return draft(setup, state, plan.depth).proposal
 
 
 @torch.inference_mode()
@@ -106,22 +118,16 @@ def test_after_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(targe
         ids = torch.arange(VOCAB) if model.output_ids is None else model.output_ids
         whole = torch.full((1, VOCAB), float("-inf")).index_copy(1, ids, logits)
         expected = int(processors(whole[:, None], context)[0, 0].argmax())
-        picks = chain([[*t, r] for t, r in zip(texts, roots, strict=True)], sampling)
-        proposal = opened(fusion, target, texts).propose(torch.tensor(roots), 4, picks.next_token)
-        assert proposal.tokens[0].tolist() == [*found, expected]
-        assert picks.context is not None
-        recent = picks.context.recent
-        assert recent[0, 0].tolist() == [*after, expected][len(after) + 1 - recent.shape[2] :]
+        assert drafted(fusion, target, texts, roots, sampling, Plan(4)).tokens[0].tolist() == [*found, expected]
 
 
 @torch.inference_mode()
 def test_a_found_token_is_not_doubted_by_the_model(target, model):
     """Confidence ends a chain after a token to which the model that chose it gives too little: no found one is that."""
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
-    picks = chain([[*REPEATED, 1], [*FRESH, 40]], Sampling(), confidence=0.99)
-    opened(fusion, target, [REPEATED, FRESH]).propose(torch.tensor([1, 40]), 5, picks.next_token)
-    assert picks.lengths is not None
-    assert picks.lengths.tolist() == [4, 1], "three were found, and each row's first of the model's own is uncertain"
+    plan = Plan(min(5, model.max_depth or 5), confidence=0.99)
+    proposal = drafted(fusion, target, [REPEATED, FRESH], [1, 40], Sampling(), plan)
+    assert proposal.lengths.tolist() == [4, 1], "three were found, and each row's first of the model's own is uncertain"
 
 
 def play(
@@ -132,7 +138,7 @@ def play(
     for roots, kept in rounds:
         read, counts = [[r] for r in roots], [1] * len(roots)
         if kept is not None:
-            proposal = state.propose(torch.tensor(roots), 4, best)
+            proposal = greedy_chain(state, torch.tensor(roots), min(4, drafter.max_depth or 4))
             found = [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
             read = [[r, *row] for r, row in zip(roots, proposal.tokens.tolist(), strict=True)]
             counts = [1 + min(k, len(f)) for k, f in zip(kept, found, strict=True)]

@@ -65,7 +65,7 @@ def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped(drafter, found):
     state.update(torch.tensor([[1, 2], [3, 4]]), None, RowLengths.of([2, 2], "cpu"))
     state.update(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, RowLengths.of([1, 3], "cpu"))
     state.select([1])
-    assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [found]
+    assert state.propose(torch.tensor([8]), 3).tokens.tolist() == [found]
     row = state.rows[0]
     assert (row.tokens if drafter.name == "ngram" else row.text.tokens) == [3, 4, 8, 9, 1]
 
@@ -338,9 +338,9 @@ def test_rows_of_a_batch_learn_from_each_other():
     state = drafter.open(None, 2, 100)
     state.update(torch.tensor([[1, 2, 8, 9], [2, 0, 0, 0]]), None, RowLengths.of([4, 1], "cpu"))
     state.update(torch.tensor([[4, 5, 6, 7], [3, 0, 0, 0]]), None, RowLengths.of([4, 1], "cpu"))
-    proposal = state.propose(torch.tensor([8, 5]), 2, None)
+    proposal = state.propose(torch.tensor([8, 5]), 2)
     assert proposal.tokens.tolist() == [[9, 4], [6, 7]]
-    assert state.propose(torch.tensor([10, 8]), 2, None).lengths.tolist() == [0, 0]
+    assert state.propose(torch.tensor([10, 8]), 2).lengths.tolist() == [0, 0]
 
 
 def test_the_better_of_own_text_and_earlier_answers_is_proposed():
@@ -350,5 +350,5 @@ def test_the_better_of_own_text_and_earlier_answers_is_proposed():
     other.update(torch.tensor([[1]]), None, RowLengths.of([1], "cpu"))
     own.update(torch.tensor([[5, 9, 5, 8, 3, 4]]), None, RowLengths.of([6], "cpu"))
     other.update(torch.tensor([[3, 4, 5, 6, 7]]), None, RowLengths.of([5], "cpu"))
-    assert own.propose(torch.tensor([5]), 2, None).tokens.tolist() == [[6, 7]]
-    assert own.propose(torch.tensor([9]), 2, None).tokens.tolist() == [[5, 8]], "unknown to the other"
+    assert own.propose(torch.tensor([5]), 2).tokens.tolist() == [[6, 7]]
+    assert own.propose(torch.tensor([9]), 2).tokens.tolist() == [[5, 8]], "unknown to the other"

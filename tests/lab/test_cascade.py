@@ -36,7 +36,7 @@ from ..closeness import assert_same, both_precisions
 from ..decode.conftest import blurred
 from ..decode.test_distribution import p_value
 from ..decode.test_rules import EXACT, SOURCES, Trees, bias, cut_to, enumerate_round, on_chain, places_of
-from ..heads.conftest import opened
+from ..heads.conftest import chained, opened
 from .test_lookahead import counting
 
 REPEATED, FRESH = [1, 2, 3, 4] * 3, list(range(20, 32))
@@ -99,24 +99,28 @@ def test_tokens_and_their_distributions_are_the_models(target, model, statistica
         given: list[Tensor] = []
         noise = torch.Generator().manual_seed(5)
 
-        def choose(logits: Tensor, token_ids: Tensor | None, given=given, noise=noise) -> Tensor:
+        def choose(logits: Tensor, given=given, noise=noise) -> Tensor:
             given.append(logits)
             drawn = torch.multinomial(logits.softmax(-1), 1, generator=noise)[:, 0]
             return drawn if temperature else logits.argmax(-1)
 
-        found.append(opened(drafter, target, PROMPTS).propose(torch.tensor([1, 2, 3]), depth, choose))
+        found.append(chained(opened(drafter, target, PROMPTS), [1, 2, 3], depth, choose))
         seen.append(given)
     assert torch.equal(found[0].tokens, found[1].tokens)
-    assert not found[1].deterministic
     assert len(seen[0]) == len(seen[1]) == depth
     for one, other in zip(*seen, strict=True):
         assert_same(one, other)
 
 
-def scripted(tokens: list[int]) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Chooses these tokens, whatever the logits."""
+def scripted(tokens: list[int]) -> Callable[[Tensor], Tensor]:
+    """Chooses these tokens, whatever the logits; then the most probable ones."""
     rest = iter(tokens)
-    return lambda logits, token_ids: torch.full((len(logits),), next(rest))
+
+    def choose(logits: Tensor) -> Tensor:
+        token = next(rest, None)
+        return logits.argmax(-1) if token is None else torch.full((len(logits),), token)
+
+    return choose
 
 
 @pytest.mark.parametrize(
@@ -136,7 +140,7 @@ def test_a_pass_reads_what_is_guessed_and_another_follows_only_where_a_guess_was
 ):
     state = opened(Cascade(Ngram(), model), target, [REPEATED])
     found = passes(model, monkeypatch)
-    assert state.propose(torch.tensor([1]), 6, scripted(drafted)).tokens.tolist() == [drafted]
+    assert chained(state, [1], 6, scripted(drafted)).tokens.tolist() == [drafted]
     assert found == widths, "the last token is not read: nothing is drafted after it"
 
 
@@ -162,7 +166,7 @@ def test_guesses_that_were_wrong_are_never_seen_again(target, model):
     state = opened(cascade, target, texts)
     chains = [[2, 3, 50, 1, 2, 3], [50, 51, 2, 3, 4, 1], [2, 50, 3, 4, 1, 2]]
     for (root, kept), chain in zip(((1, (6, 2)), (1, (3, 0)), (1, (5, 6))), chains, strict=True):
-        proposal = state.propose(torch.tensor([root, root]), 6, scripted(chain))
+        proposal = chained(state, [root, root], 6, scripted(chain))
         tokens = torch.cat([torch.tensor([[root], [root]]), proposal.tokens], 1)
         state.update(tokens, None, RowLengths.of([k + 1 for k in kept], "cpu"))
         texts = [t + row[: k + 1] for t, row, k in zip(texts, tokens.tolist(), kept, strict=True)]
@@ -171,7 +175,7 @@ def test_guesses_that_were_wrong_are_never_seen_again(target, model):
 
 def reads_on_as_fresh(session: Any, model: DraftModel, target: Target, texts: list[list[int]]) -> None:
     """The model's next logits are those of one pass over the texts."""
-    fresh, again = opened(model, target, texts), copy.deepcopy(session.model)
+    fresh, again = opened(model, target, texts), copy.deepcopy(getattr(session.drafting, "reader", session.drafting))
     root = torch.tensor([9, 8])
     assert_same(again.prefill(root), fresh.prefill(root))
 
@@ -184,10 +188,10 @@ def test_more_guesses_than_the_cache_has_room_for_are_not_read(target, model, mo
     tokens = torch.tensor([REPEATED])
     state.update(tokens, None, RowLengths.of([12], "cpu"))
     widths = passes(model, monkeypatch)
-    state.propose(torch.tensor([1]), 24, scripted([4, 3, 2, 1] * 6))
+    chained(state, [1], 24, scripted([4, 3, 2, 1] * 6))
     assert sum(widths) <= 24 + 64
     assert sum(widths) > 64
-    assert state.model.cache.max_length == 37 + 64
+    assert state.drafting.reader.cache.max_length == 37 + 64
 
 
 @both_precisions
@@ -233,10 +237,9 @@ def test_after_the_models_tokens_the_statistical_drafter_goes_on(target, model):
     for vertical in (True, False):
         cascade = Cascade(Ngram(NgramConfig(2, 2)), model, CascadeConfig(vertical=vertical, model_depth=2))
         state = opened(cascade, target, [REPEATED, FRESH])
-        proposal = state.propose(torch.tensor([1, 1]), 5, scripted([2, 3, -1, -1, -1]))
+        proposal = chained(state, [1, 1], 5, scripted([2, 3]))
         assert proposal.tokens.tolist()[0] == [2, 3, 4, 1, 2]
         assert proposal.lengths.tolist() == [5, 2]
-        assert not proposal.deterministic
 
 
 MODELS: dict[str, Callable[[Target, DraftModel], Drafter]] = {
@@ -316,7 +319,7 @@ def test_the_model_has_read_what_was_kept_of_found_tokens(target, model, vertica
         root = torch.tensor([1, 2])
         tokens = root[:, None]
         if kept is not None:
-            tokens = torch.cat([tokens, state.propose(root, 5, scripted([*drafted, -1, -1, -1])).tokens], 1)
+            tokens = torch.cat([tokens, chained(state, [1, 2], 5, scripted(drafted)).tokens], 1)
         counts = [1, 1] if kept is None else [1 + min(k, tokens.shape[1] - 1) for k in kept]
         state.update(tokens, None, RowLengths.of(counts, "cpu"))
         texts = [t + row[:c] for t, row, c in zip(texts, tokens.tolist(), counts, strict=True)]

@@ -126,7 +126,7 @@ def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target
     state.rows[0].levels = [[10, 11], [10, 20, 21]]
     for rest in ((30, 31), (10, 40), (30, 32)):
         state.rows[0].pool.add(7, rest)
-    proposal = state.propose(torch.tensor([7]), 8, None)
+    proposal = state.propose(torch.tensor([7]), 8)
     # Level 0 and its columns: 10 stands below the root once, though column 0 of level 1 is a 10 too. The n-gram 30 31
     # was seen longest ago.
     assert proposal.tokens.tolist() == [[10, 11, 20, 21, 30, 32, 40]]
@@ -141,7 +141,7 @@ def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target
     assert state.rows[0].pool.latest(7) == [(10, 51), (30, 32)]
     assert state.rows[0].pool.latest(10) == [(20, 53)]
     assert state.rows[0].pool.latest(11) == [(21, 54)]
-    shallow = state.propose(torch.tensor([7]), 1, None)
+    shallow = state.propose(torch.tensor([7]), 1)
     assert shallow.tokens[shallow.real].tolist() == [20, 51, 10, 30]
 
 
@@ -257,14 +257,14 @@ def test_rounds_without_drafts_leave_the_window_alone(target):
     state = drafter.open(target, 1, 40)
     state.update(torch.tensor([PROMPT]), None, RowLengths.of([len(PROMPT)], "cpu"))
     for root in (1, 2):
-        proposal = state.propose(torch.tensor([root]), 2, None)
+        proposal = state.propose(torch.tensor([root]), 2)
         state.on_target_argmax(torch.arange(1 + proposal.tokens.shape[1])[None])
         state.update(torch.tensor([[root]]), None, RowLengths.of([1], "cpu"))
     before = [list(level) for level in state.rows[0].levels]
     for root in (3, 4):
         state.update(torch.tensor([[root]]), None, RowLengths.of([1], "cpu"))
     assert state.rows[0].levels == before
-    assert state.propose(torch.tensor([5]), 2, None).tokens[0, :2].tolist() == before[0]
+    assert state.propose(torch.tensor([5]), 2).tokens[0, :2].tolist() == before[0]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"], ids=["rotary", "learned positions"])

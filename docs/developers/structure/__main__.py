@@ -14,8 +14,8 @@ Everything is read from the syntax trees of `outrider`'s packages, without their
 - circles of files: files that import each other, directly or through others; imports inside functions, for type
   checkers and by name count
 - files that name a rule: files with a string that equals the name of a verification rule
-- files to read for a step of EAGLE-3: the draft step from `open`, `update`, `prefill`, `decode`, `select` and
-  `propose` of `Eagle3`, the training step from its `loss`, followed through names and methods inside `heads/`
+- files to read for a step of EAGLE-3: the draft step from `open`, `update`, `prefill`, `decode` and `select` of
+  `Eagle3`, the training step from its `loss`, followed through names and methods inside `heads/`
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import TypeVar
 from checkout import Checkout, Reading, circles, length
 
 RULES = {"greedy", "rejection", "candidates", "without_replacement", "block", "traversal", "coupled", "typical"}
-DRAFT_STEP = {"open", "update", "prefill", "decode", "select", "propose"}
+DRAFT_STEP = {"open", "update", "prefill", "decode", "select"}
 TRAINING_STEP = {"loss"}
 Node = TypeVar("Node", bound=ast.AST)
 

@@ -1,21 +1,19 @@
 """How fast machines are: GPUs by their data sheets, this one by measurement.
 
 What is measured here is the work itself in small: answers of the target in one batch, a step of training, a pass for
-one row, products with weights of real size. Nothing is concluded from a processor's description of itself.
+one row. Nothing is concluded from a processor's description of itself.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..decode import Decoder, Plan
 from ..distill.prompt_table import Prompt
@@ -23,9 +21,8 @@ from ..distill.recipe_prompts import PromptReading, collect
 from ..heads import Drafter, TargetBatch, drafter_config
 from ..recipes import Recipe
 from ..targets import Target
-from ..targets.packed_weights import packed_copy, why_not
 from .round_timing import verify_times
-from .timing import WARM_UP, least, rotated, threads, timed
+from .timing import least, threads, timed
 
 # Shares of a device's best that are assumed to be reached, and of its memory that can be used.
 COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
@@ -189,54 +186,3 @@ def read_bandwidth(source: Tensor, repeats: int = 6) -> float:
     matrix, vector = source[: len(source) // 1024 * 1024].view(-1, 1024), source.new_ones(1024)
     by_sum = source.nbytes / least(source.sum, source.device, repeats)
     return max(by_sum, matrix.nbytes / least(lambda: matrix @ vector, source.device, repeats))
-
-
-_LAYERS, _WIDTH, _PASSES, _PROMPT, _TURNS = 8, 4096, (1, 5), 128, 6
-_ENOUGH = 3.0  # seconds of turns in one dtype
-
-
-@dataclass(frozen=True)
-class WeightPace:
-    """How fast products of real size are, by one kind of weights."""
-
-    dtype: torch.dtype  # of the weights
-    packed: bool  # whether they are packed (`targets.packed_weights`)
-    token: float  # seconds per weight of a pass over one token
-    prompt: float  # seconds per weight over each token of a prompt
-
-    def request(self, weights: int, prompt: int, passes: float) -> float:
-        """Return the seconds of a prompt of so many tokens and `passes` passes, of a model with so many weights."""
-        return weights * (prompt * self.prompt + passes * self.token)
-
-
-@torch.no_grad()
-def measure_weights(device: torch.device, width: int = _WIDTH) -> WeightPace:
-    """Measure which weights answer a request soonest, half of its passes over one token and half over five.
-
-    They are those of layers that no cache holds; on a GPU in bfloat16.
-
-    Times are the least of several turns, of fewer on a slow machine: what else it does only adds.
-    """
-    kinds = []
-    for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16):
-        skipped = [
-            nn.utils.skip_init(nn.Linear, width, width, bias=False, device=device, dtype=dtype) for _ in range(_LAYERS)
-        ]
-        layers = nn.Sequential(*skipped)
-        for weight in layers.parameters():
-            nn.init.constant_(weight, 1 / width)
-        rows = {n: torch.ones(n, width, device=device, dtype=dtype) for n in (*_PASSES, _PROMPT)}
-        works = {("plain", n): partial(layers if n in _PASSES else layers[0], x) for n, x in rows.items()}
-        if why_not(layers) is None:
-            copied = packed_copy(layers)
-            works |= {("packed", n): partial(copied, rows[n]) for n in _PASSES}
-        seconds, began = dict.fromkeys(works, math.inf), time.perf_counter()
-        for turn in range(-WARM_UP, _TURNS):
-            for key in rotated(list(works), turn):
-                seconds[key] = min(seconds[key], timed(works[key], device))
-            if turn >= 0 and time.perf_counter() - began > _ENOUGH:
-                break
-        kind = min(dict.fromkeys(name for name, _ in works), key=lambda name: sum(seconds[name, n] for n in _PASSES))
-        prompt = seconds["plain", _PROMPT] / _PROMPT / width**2
-        kinds.append(WeightPace(dtype, kind == "packed", seconds[kind, 1] / _LAYERS / width**2, prompt))
-    return min(kinds, key=lambda kind: kind.request(1, _PROMPT, _PROMPT / 4))

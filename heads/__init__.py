@@ -20,7 +20,7 @@ from .parallel.peagle import PEagle, PEagleConfig
 from .registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
 from .saved import DrafterConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
-from .session import Abilities, ChainSession, NodeSession, NoDraftSession, Proposal, Session, TextSession
+from .session import Abilities, NodeSession, NoDraftSession, Proposal, Session, TextSession
 
 HEADS.kernel |= {
     "dflash": DFlash,
@@ -42,7 +42,7 @@ FORMS |= {"low_rank": LowRank}
 
 __all__ = ["Drafter", "DrafterConfig", "DrafterLoss", "ReachedPositions", "TargetBatch"]
 __all__ += ["HEADS", "drafter_config", "head_class", "load_drafter", "restore_drafter"]
-__all__ += ["Abilities", "ChainSession", "NoDraftSession", "NodeSession", "Proposal", "Session", "TextSession"]
+__all__ += ["Abilities", "NoDraftSession", "NodeSession", "Proposal", "Session", "TextSession"]
 __all__ += ["Fusion", "Ngram", "SelfSpeculative", "Suffix", "fuse"]
 __all__ += ["FusionConfig", "NgramConfig", "SelfSpeculativeConfig", "SuffixConfig"]
 __all__ += ["DFlash", "DFlash2", "DSpark", "DraftModel", "Eagle1", "Eagle3", "LowRank"]

@@ -28,7 +28,7 @@ from .base import Drafter, DrafterLoss, TargetBatch, TrainedConfig, teacher_forc
 from .decoder_layer import CachedLayers, copied_bytes, normed
 from .divergences import LossName
 from .pruning import SIZES, check_names, pruned
-from .session import Abilities, ChainSession, NodeSession, TreeMask, required
+from .session import Abilities, NodeSession
 
 
 @dataclass
@@ -158,7 +158,7 @@ class DraftModel(Drafter[DraftModelConfig]):
     @property
     def abilities(self) -> Abilities:
         rewinds = self.runner.rewinds
-        return Abilities(reads_nodes=rewinds, fixed_shapes=rewinds, reads_chains=rewinds)
+        return Abilities(reads_nodes=rewinds, fixed_shapes=rewinds)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
@@ -202,7 +202,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         return torch.arange(self.runner.vocab_size, device=self.runner.device) if self._narrower else None
 
 
-class DraftModelSession(ChainSession):
+class DraftModelSession(NodeSession):
     """A session that holds a draft model's cache, and the tokens that it has not read yet.
 
     Args:
@@ -254,36 +254,21 @@ class DraftModelSession(ChainSession):
             self.unread = self.end  # which is read anew, as the last accepted draft is
 
     def prefill(self, root: Tensor) -> Tensor:
-        return self._begin(root[:, None])[:, 0]
+        return self.begin(root[:, None])[:, 0]
 
-    def _begin(self, tokens: Tensor) -> Tensor:
+    def begin(self, tokens: Tensor) -> Tensor:
         """Read the root, and what follows it in `tokens` `[B, W]`; return logits `[B, W, V]`."""
         count, width = self.unread.shape[1], tokens.shape[1]
-        logits = self._read(torch.cat([self.unread, tokens], 1) if count else tokens, count, offset=-count)
+        logits = self.read(torch.cat([self.unread, tokens], 1) if count else tokens, count, offset=-count)
         self.written, self.tree = width, None
         return logits
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        logits = self._read(tokens, offset=self.written, nodes=self.grow(parents, 1))
+        logits = self.read(tokens, offset=self.written, nodes=self.grow(parents, 1))
         self.written += tokens.shape[1]
         return logits
 
-    def read_chain(self, tokens: Tensor, after: Tensor | None = None) -> Tensor:
-        width = tokens.shape[1]
-        if after is None:
-            logits = self._begin(tokens)
-            self.tree = TreeMask(len(tokens), 1, tokens.device)
-            self.tree.grow_chain(torch.full_like(tokens[:, 0], -1), width - 1)
-            return logits
-        tree = required(self.tree, "read_chain: the first chain of a round begins with the root (after=None).")
-        logits = self._read(tokens, offset=self.written, nodes=tree.grow_chain(after, width))
-        self.written += width
-        return logits
-
-    def forget(self) -> None:
-        self.written = 0
-
-    def _read(self, tokens: Tensor, skip: int = 0, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
+    def read(self, tokens: Tensor, skip: int = 0, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
         """Return logits `[B, Q − skip, V or V']` after the tokens `[B, Q]`, without the first `skip`."""
         last = self._last(tokens, offset, nodes)
         return (self.fused or self.runner).lm_head(last[:, skip:] if skip else last)[..., : self.vocab]

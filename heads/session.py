@@ -32,7 +32,6 @@ class Abilities:
         reads_nodes: its session is a `NodeSession`: the decoder grows chains and trees from its logits.
         fixed_shapes: its rounds can be captured: nothing in them is read back to the host, no shape depends on a
             length.
-        reads_chains: its session reads tokens that another drafter has guessed (`ChainSession.read_chain`).
         continues: its session continues texts that the target has not read (`TextSession.continuations`).
         observes: its session uses the target's most probable tokens after each proposal (`on_target_argmax`).
         confident: its session predicts whether the next draft will be accepted, before it is drawn
@@ -44,7 +43,6 @@ class Abilities:
 
     reads_nodes: bool = False
     fixed_shapes: bool = False
-    reads_chains: bool = False
     continues: bool = False
     observes: bool = False
     confident: bool = False
@@ -267,22 +265,6 @@ class NodeSession(Session):
             cache.reset()
 
 
-class ChainSession(NodeSession):
-    """A session that can also read tokens that another drafter has guessed (heads/lookup/fusion.py)."""
-
-    @abstractmethod
-    def read_chain(self, tokens: Tensor, after: Tensor | None = None) -> Tensor:
-        """Read the chain `tokens` `[B, W]` in one pass, instead of `prefill` and `decode`; return logits `[B, W, V']`.
-
-        `after`: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins a
-        round: the first of `tokens` is the root, and the nodes count from the second.
-        """
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Drop what was read in this round: the next `update` brings all that is kept."""
-
-
 class TextSession(Session):
     """A session without logits (n-grams, suffixes): its tokens are no samples, so no distribution scores them."""
 
@@ -441,26 +423,20 @@ class TreeMask:
 
     def __init__(self, rows: int, before: int, device: torch.device | str):
         # Index 0 is the root, node i is index i + 1.
-        self._depths = torch.full((rows, 1), before - 1, device=device)  # [B, 1 + n]
+        self.depths = torch.full((rows, 1), before - 1, device=device)  # [B, 1 + n]
         self._sees = torch.ones(rows, 1, before, dtype=torch.bool, device=device)  # [B, 1 + n, before + n]
 
     def grow(self, parents: Tensor) -> Nodes:
         """Add nodes below the nodes `parents` `[B, W]` (−1: the root); return their places."""
         own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
-        return self._add(self._depths.gather(1, parents + 1) + 1, parents, own)
+        return self.add(self.depths.gather(1, parents + 1) + 1, parents, own)
 
-    def grow_chain(self, after: Tensor, length: int) -> Nodes:
-        """Add a chain of `length` nodes, whose first stands below the node `after` `[B]` (−1: the root)."""
-        own = torch.ones(length, length, dtype=torch.bool, device=after.device).tril()
-        depths = self._depths.gather(1, after[:, None] + 1) + 1 + torch.arange(length, device=after.device)
-        return self._add(depths, after[:, None].expand(-1, length), own)
-
-    def _add(self, depths: Tensor, below: Tensor, own: Tensor) -> Nodes:
+    def add(self, depths: Tensor, below: Tensor, own: Tensor) -> Nodes:
         """Add nodes at `depths` `[B, W]` that attend as `below` `[B, W]` do, and to each other by `own` `[W, W]`."""
         rows, width = depths.shape
         inherited = self._sees.gather(1, (below + 1)[:, :, None].expand(-1, -1, self._sees.shape[2]))
         sees = torch.cat([inherited, own.expand(rows, -1, -1)], 2)
-        self._depths = torch.cat([self._depths, depths], 1)
+        self.depths = torch.cat([self.depths, depths], 1)
         self._sees = torch.cat([nn.functional.pad(self._sees, (0, width)), sees], 1)
         return Nodes(depths, sees)
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ..common import BadInputError
 from ..heads.base import Drafter
+from ..heads.draft_model import DraftModel, DraftModelSession
 from ..heads.lookup.fusion import FusionConfig, TwoDrafters
-from ..heads.session import ChainSession, NodeSession, TextSession, padded, required
-from ..targets import RaggedCache, RowLengths, Target
+from ..heads.session import NodeSession, TextSession, TreeMask, padded, required
+from ..targets import Nodes, RaggedCache, RowLengths, Target
 
 _GUESSES = 64  # that the model reads in a round at most: its cache has memory for so many
 
@@ -58,7 +59,7 @@ class Cascade(TwoDrafters[CascadeConfig]):
 
     def __init__(self, statistical: Drafter, model: Drafter, config: CascadeConfig | None = None):
         super().__init__(statistical, model, config)
-        if self.config.vertical and not model.abilities.reads_chains:
+        if self.config.vertical and not reads_chains(model):
             raise BadInputError(
                 f"cascade: {model.name} cannot read guessed tokens in one pass (that needs a draft_model without "
                 "recurrent layers, whose next token depends on tokens alone); set vertical: false and a model_depth, "
@@ -73,8 +74,9 @@ class Cascade(TwoDrafters[CascadeConfig]):
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> CascadeSession:
         statistical = self._open_statistical(target, batch_size, max_length)
-        opened = cast(NodeSession, self.model.open(target, batch_size, max_length, self._spare, cache))
-        model = GuessedSession(statistical, cast(ChainSession, opened)) if self.config.vertical else opened
+        model = cast(NodeSession, self.model.open(target, batch_size, max_length, self._spare, cache))
+        if self.config.vertical:
+            model = GuessedSession(statistical, ChainReader(cast(DraftModelSession, model)))
         deepest = min((d for d in (self.config.model_depth, self.model.max_depth) if d is not None), default=None)
         return CascadeSession(statistical, model, target.vocab_size, deepest)
 
@@ -148,11 +150,51 @@ class CascadeSession(NodeSession):
         self.drafting.select(rows)
 
 
+def reads_chains(model: Drafter) -> bool:
+    """Return whether a model can read guessed tokens in one pass: its next token depends on tokens alone."""
+    return isinstance(model, DraftModel) and model.abilities.reads_nodes
+
+
+class ChainReader:
+    """A draft model's session that reads tokens which another drafter has guessed."""
+
+    def __init__(self, session: DraftModelSession):
+        self.session = session
+
+    def read_chain(self, tokens: Tensor, after: Tensor | None = None) -> Tensor:
+        """Read the chain `tokens` `[B, W]` in one pass, instead of `prefill` and `decode`; return logits `[B, W, V']`.
+
+        `after`: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins a
+        round: the first of `tokens` is the root, and the nodes count from the second.
+        """
+        session, width = self.session, tokens.shape[1]
+        if after is None:
+            logits = session.begin(tokens)
+            session.tree = TreeMask(len(tokens), 1, tokens.device)
+            grow_chain(session.tree, torch.full_like(tokens[:, 0], -1), width - 1)
+            return logits
+        tree = required(session.tree, "read_chain: the first chain of a round begins with the root (after=None).")
+        logits = session.read(tokens, offset=session.written, nodes=grow_chain(tree, after, width))
+        session.written += width
+        return logits
+
+    def forget(self) -> None:
+        """Drop what was read in this round: the next `update` brings all that is kept."""
+        self.session.written = 0
+
+
+def grow_chain(tree: TreeMask, after: Tensor, length: int) -> Nodes:
+    """Add a chain of `length` nodes to a tree, whose first stands below the node `after` `[B]` (−1: the root)."""
+    own = torch.ones(length, length, dtype=torch.bool, device=after.device).tril()
+    depths = tree.depths.gather(1, after[:, None] + 1) + 1 + torch.arange(length, device=after.device)
+    return tree.add(depths, after[:, None].expand(-1, length), own)
+
+
 class GuessedSession(NodeSession):
     """A session of a model that reads a statistical drafter's guesses of how its own chain goes on."""
 
-    def __init__(self, statistical: TextSession, model: ChainSession):
-        super().__init__(model.output_ids)
+    def __init__(self, statistical: TextSession, model: ChainReader):
+        super().__init__(model.session.output_ids)
         self.statistical, self.reader = statistical, model
         self.chains: list[_Chain] = []  # of each row in this round; [] between rounds
         self.logits = torch.empty(0)  # after all that the model has read in this round, `[B, R, V']`
@@ -168,7 +210,8 @@ class GuessedSession(NodeSession):
             if any(k > min(known + 1, read.shape[1]) for known, k in zip(leading, kept, strict=True)):
                 self.reader.forget()
                 read = None
-        self.reader.update(tokens, hidden, counts, None if read is None else read[:, : tokens.shape[1] - 1])
+        path = None if read is None else read[:, : tokens.shape[1] - 1]
+        self.reader.session.update(tokens, hidden, counts, path)
 
     def _places(self, device: torch.device) -> Tensor | None:
         """Return when the model has read each token that it drafted in this round, −1 for never, `[B, D]`.
@@ -220,7 +263,7 @@ class GuessedSession(NodeSession):
         return self.reader.read_chain(padded(tokens, device), torch.tensor(after, device=device) if places else None)
 
     def select(self, rows: list[int]) -> None:
-        self.reader.select(rows)
+        self.reader.session.select(rows)
 
 
 @dataclass

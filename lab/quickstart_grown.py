@@ -11,21 +11,25 @@ asked is decided by the clock.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.text import Text
+from torch import nn
 
 from ..common import BadInputError, OutriderError
 from ..common.atomic import clear_away
 from ..common.digests import write_json
 from ..common.machine import free_bytes
-from ..costs.machine_speed import WeightPace, measure_weights
 from ..costs.round_timing import draft_times, verify_times
+from ..costs.timing import WARM_UP, rotated, timed
 from ..decode import Costs, Plan, best_tree
 from ..decode.control import expected_tokens
 from ..eval.measure import Contestant, measure
@@ -38,6 +42,7 @@ from ..heads import Drafter, fuse, load_drafter
 from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.fast import use_fastest_pass
+from ..targets.packed_weights import packed_copy, why_not
 from .grow import grown_bytes, shape_config
 from .grow_drafter import grow_drafter
 
@@ -316,3 +321,54 @@ class GrownStage:
 
 
 STAGE = GrownStage()
+
+
+_LAYERS, _WIDTH, _PASSES, _PROMPT, _TURNS = 8, 4096, (1, 5), 128, 6
+_ENOUGH = 3.0  # seconds of turns in one dtype
+
+
+@dataclass(frozen=True)
+class WeightPace:
+    """How fast products of real size are, by one kind of weights."""
+
+    dtype: torch.dtype  # of the weights
+    packed: bool  # whether they are packed (`targets.packed_weights`)
+    token: float  # seconds per weight of a pass over one token
+    prompt: float  # seconds per weight over each token of a prompt
+
+    def request(self, weights: int, prompt: int, passes: float) -> float:
+        """Return the seconds of a prompt of so many tokens and `passes` passes, of a model with so many weights."""
+        return weights * (prompt * self.prompt + passes * self.token)
+
+
+@torch.no_grad()
+def measure_weights(device: torch.device, width: int = _WIDTH) -> WeightPace:
+    """Measure which weights answer a request soonest, half of its passes over one token and half over five.
+
+    They are those of layers that no cache holds; on a GPU in bfloat16.
+
+    Times are the least of several turns, of fewer on a slow machine: what else it does only adds.
+    """
+    kinds = []
+    for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16):
+        skipped = [
+            nn.utils.skip_init(nn.Linear, width, width, bias=False, device=device, dtype=dtype) for _ in range(_LAYERS)
+        ]
+        layers = nn.Sequential(*skipped)
+        for weight in layers.parameters():
+            nn.init.constant_(weight, 1 / width)
+        rows = {n: torch.ones(n, width, device=device, dtype=dtype) for n in (*_PASSES, _PROMPT)}
+        works = {("plain", n): partial(layers if n in _PASSES else layers[0], x) for n, x in rows.items()}
+        if why_not(layers) is None:
+            copied = packed_copy(layers)
+            works |= {("packed", n): partial(copied, rows[n]) for n in _PASSES}
+        seconds, began = dict.fromkeys(works, math.inf), time.perf_counter()
+        for turn in range(-WARM_UP, _TURNS):
+            for key in rotated(list(works), turn):
+                seconds[key] = min(seconds[key], timed(works[key], device))
+            if turn >= 0 and time.perf_counter() - began > _ENOUGH:
+                break
+        kind = min(dict.fromkeys(name for name, _ in works), key=lambda name: sum(seconds[name, n] for n in _PASSES))
+        prompt = seconds["plain", _PROMPT] / _PROMPT / width**2
+        kinds.append(WeightPace(dtype, kind == "packed", seconds[kind, 1] / _LAYERS / width**2, prompt))
+    return min(kinds, key=lambda kind: kind.request(1, _PROMPT, _PROMPT / 4))

@@ -115,10 +115,9 @@ def everything(drafter: DraftModel, target: Target, lengths: list[int], window: 
     agree(states, lambda s: s.decode(tokens(rows, 2, 7), torch.tensor([[2, 0]]).expand(rows, -1)))
     agree(states, lambda s: s.decode(tokens(rows, 1, 8), torch.tensor([[3]]).expand(rows, -1)))
     absorb(1, 4, 9, torch.tensor([[2, 3, 5]]).expand(rows, -1))
-    agree(states, lambda s: s.read_chain(tokens(rows, 4, 10)))
-    agree(states, lambda s: s.read_chain(tokens(rows, 2, 11), torch.arange(rows) % 3 - 1))
+    agree(states, lambda s: s.begin(tokens(rows, 4, 10)))
     for state in states:
-        state.forget()
+        state.written = 0  # another's drafts follow
     absorb(2, 3, 12)
     agree(states, lambda s: s.prefill(tokens(rows, 1, 13)[:, 0]))
 

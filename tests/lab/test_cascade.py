@@ -29,7 +29,7 @@ from outrider.heads import (
 )
 from outrider.heads.draft_model import DraftModelSession
 from outrider.heads.session import TreeMask
-from outrider.lab.cascade import Cascade, CascadeConfig
+from outrider.lab.cascade import Cascade, CascadeConfig, ChainReader, GuessedSession, grow_chain, reads_chains
 from outrider.targets import Nodes, RowLengths, Target
 
 from ..closeness import assert_same, both_precisions
@@ -175,7 +175,9 @@ def test_guesses_that_were_wrong_are_never_seen_again(target, model):
 
 def reads_on_as_fresh(session: Any, model: DraftModel, target: Target, texts: list[list[int]]) -> None:
     """The model's next logits are those of one pass over the texts."""
-    fresh, again = opened(model, target, texts), copy.deepcopy(getattr(session.drafting, "reader", session.drafting))
+    drafting = session.drafting
+    model_session = drafting.reader.session if isinstance(drafting, GuessedSession) else drafting
+    fresh, again = opened(model, target, texts), copy.deepcopy(model_session)
     root = torch.tensor([9, 8])
     assert_same(again.prefill(root), fresh.prefill(root))
 
@@ -191,7 +193,7 @@ def test_more_guesses_than_the_cache_has_room_for_are_not_read(target, model, mo
     chained(state, [1], 24, scripted([4, 3, 2, 1] * 6))
     assert sum(widths) <= 24 + 64
     assert sum(widths) > 64
-    assert state.drafting.reader.cache.max_length == 37 + 64
+    assert state.drafting.reader.session.cache.max_length == 37 + 64
 
 
 @both_precisions
@@ -199,7 +201,7 @@ def test_more_guesses_than_the_cache_has_room_for_are_not_read(target, model, mo
 def test_logits_of_a_chain_read_at_once_are_those_of_one_token_at_a_time(target, model):
     """After the root, after a node in the middle and after a dead one, in ragged rows."""
     roots, texts = torch.tensor([5, 6]), [REPEATED, FRESH[:3]]
-    state = opened(model, target, texts)
+    state = ChainReader(opened(model, target, texts))
     first = state.read_chain(torch.tensor([[5, 10, 11], [6, 12, 13]]))
     second = state.read_chain(torch.tensor([[14, 15], [16, 17]]), torch.tensor([0, -1]))
     third = state.read_chain(torch.tensor([[18], [19]]), torch.tensor([-1, 3]))
@@ -220,7 +222,7 @@ def test_a_chain_of_nodes_is_what_growing_them_one_by_one_gives():
     for branches in (one, many):
         branches.grow(torch.tensor([[-1, -1], [-1, 0]][:1] * 2))
     after = torch.tensor([1, 0])
-    chain = many.grow_chain(after, 3)
+    chain = grow_chain(many, after, 3)
     parents, places = after[:, None], []
     for step in range(3):
         places.append(one.grow(parents))
@@ -257,7 +259,7 @@ MODELS: dict[str, Callable[[Target, DraftModel], Drafter]] = {
 def test_the_text_is_the_plain_samplers_where_rules_match_tokens(target, model, name, sampling):
     """Greedy, candidates and coupled: the same text as without drafts, in a ragged batch."""
     drafter = MODELS[name](target, model)
-    cascade = Cascade(Ngram(), drafter, CascadeConfig(vertical=drafter.abilities.reads_chains, model_depth=2))
+    cascade = Cascade(Ngram(), drafter, CascadeConfig(vertical=reads_chains(drafter), model_depth=2))
     for rule in ("candidates", "coupled"):
         expected = Decoder(target).generate(PROMPTS, 30, sampling, Plan(0, verify=rule), ignore_eos=True).tokens
         out = Decoder(target, cascade).generate(PROMPTS, 30, sampling, Plan(5, verify=rule), ignore_eos=True)

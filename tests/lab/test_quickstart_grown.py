@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from outrider.costs.machine_speed import WeightPace, measure_weights
 from outrider.decode import Costs
 from outrider.eval import Report
 from outrider.eval.suites import load_suites
@@ -21,7 +20,15 @@ from outrider.eval.tuning_record import BatchTuning, Candidate, CostRecord
 from outrider.heads.eagle import Eagle1, Eagle1Config
 from outrider.lab import quickstart_grown
 from outrider.lab.grow import SHAPES
-from outrider.lab.quickstart_grown import GrownMeasurement, GrownStage, best_plans, fitting_shape, shortest_first
+from outrider.lab.quickstart_grown import (
+    GrownMeasurement,
+    GrownStage,
+    WeightPace,
+    best_plans,
+    fitting_shape,
+    measure_weights,
+    shortest_first,
+)
 from outrider.recipes import EvalSpec
 from outrider.scripts.quickstart import QuickstartBudget, Workplace
 from outrider.targets import Target

@@ -23,6 +23,7 @@ from ..common import BadInputError
 from ..common.errors import LIBRARY_ERRORS, IncompatibleError, NotFiniteError, reason
 from ..common.machine import clock
 from ..heads import Abilities, Drafter, NoDraftSession, Session
+from ..heads.session import greedy_chain
 from ..targets import RowLengths, Target
 from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
 from ..targets.images import ImageInputs
@@ -504,35 +505,25 @@ class Run:
                 )
 
     def _traced(self, i: int) -> NonFiniteTracer:
-        """Return a tracer after one prefill and one round of sequence `i` alone, up to where it is now."""
+        """Return a tracer after a pass over sequence `i`, up to where it is now, and a draft after it."""
         models = {"the target": self.target.model} | ({} if self.drafter is None else {"the drafter": self.drafter})
-        tracer, request = NonFiniteTracer(models), self.request
-        tokens = [*request.prompts[i], *self.sequences[i].tokens[:-1]]
-        again = replace(
-            request,
-            prompts=[tokens],
-            max_new_tokens=2,
-            sampling=replace(request.sampling, min_new_tokens=0),
-            plan=replace(request.plan, control=None),
-            stop=None,
-            sequence_ids=[request.ids[i]],
-            speculate=[self.drafts[i]],
-            images=request.images[i : i + 1],
-        )
+        tracer, depth = NonFiniteTracer(models), self.setup.plan.depth
+        text = torch.tensor([[*self.request.prompts[i], *self.sequences[i].tokens]], device=self.device)
+        images = next(iter(self.request.images), None)
         try:
             with tracer.tracing(), by_library(self.target):
-                for _ in _Replay(self.target, self.drafter, again, StaticBatches(self.target, False)).steps():
-                    pass
+                self.target.forward(text, images=images)
+                if self.drafter is not None and self.sequences[i].tokens:
+                    length, count = text.shape[1] + depth + 1, RowLengths.of([text.shape[1] - 1], self.device)
+                    cache = self.target.new_cache(1, length)
+                    out = self.target.forward(text[:, :-1], cache, taps=self.setup.taps, images=images)
+                    cache.advance(count)
+                    session = self.drafter.open(self.target, 1, length, 0, cache)
+                    session.update(text[:, :-1], out.hidden, count)
+                    greedy_chain(session, text[:, -1], depth)
         except LIBRARY_ERRORS:  # too little memory for a second cache, for example; what was seen until then counts
             _log.debug("tracing logits that are not finite broke off", exc_info=True)
         return tracer
-
-
-class _Replay(Run):
-    """A generation that is repeated while its layers are traced: logits that are not finite do not end it."""
-
-    def _require_finite(self, rows: list[RoundRow]) -> None:
-        pass
 
 
 def _controller(plan: Plan, abilities: Abilities, sequences: int) -> Controller | None:

@@ -133,7 +133,8 @@ class Rollouts:
         """Return the policy's log-probability of each completion's tokens, at the temperature of the rollouts."""
         rows = [torch.tensor([*p, *c], device=self.target.device) for p, c in zip(prompts, completions, strict=True)]
         tokens = pad_sequence(rows, batch_first=True)  # [B, T]
-        logits = self.target.forward(tokens).logits[:, :-1].float() / (self.sampling.temperature or 1.0)
+        last = self.target.forward(tokens, logits=False).last[:, :-1]
+        logits = self.target.lm_head(last).float() / (self.sampling.temperature or 1.0)
         chosen = _chosen(logits, tokens[:, 1:])  # [B, T − 1]
         ends = [len(prompt) - 1 for prompt in prompts]
         return [

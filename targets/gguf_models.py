@@ -29,7 +29,6 @@ from ..common import digest_cache
 from ..common.atomic import replacing_folder, require_space, write_atomically
 from ..common.digests import digest_json, file_digest, read_sealed, seal, write_json
 from ..common.errors import (
-    LIBRARY_ERRORS,
     BadInputError,
     IncompatibleError,
     OutriderError,
@@ -71,7 +70,7 @@ class GgufHeader:
                 name: len(field.data) if gguf.GGUFValueType.ARRAY in field.types else field.contents()
                 for name, field in read.fields.items()
             }
-        except (*LIBRARY_ERRORS, IndexError, ArithmeticError) as error:
+        except (ValueError, TypeError, RuntimeError, KeyError, IndexError, ArithmeticError) as error:
             found = f"damaged, cut short, or no GGUF file ({reason(error)})"
             raise Refusal.of(file, found, "GGUF version 2 or 3", _GOOD_COPY) from error
         types = {tensor.name: tensor.tensor_type for tensor in read.tensors}

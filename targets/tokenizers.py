@@ -117,9 +117,10 @@ def render_chat(
     known: Any = [{name: value for name, value in message.items() if value is not None} for message in messages]
     marked = _MARKERS.search(template) is not None
     more: dict[str, Any] = {**tokenizer.special_tokens_map, **arguments, "add_generation_prompt": answer}
-    texts, spans = render_jinja_template(
+    rendered: Any = render_jinja_template(
         [known], tools, chat_template=template, return_assistant_tokens_mask=marked, **more
     )
+    texts, spans = rendered
     texts[0].encode()  # half of a pair of surrogates is no text
     return Rendered(str(texts[0]), spans[0] if marked else ())
 

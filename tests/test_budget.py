@@ -21,10 +21,10 @@ LAB = "lab"
 ROOMS = {
     "common": 3250,
     "targets": 6840,
-    "heads": 8300,
+    "heads": 8100,
     "formats": 3830,
     "decode": 4050,
-    "recipes": 790,
+    "recipes": 800,
     "distill": 5400,
     "costs": 1260,
     "eval": 4900,

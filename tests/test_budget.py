@@ -27,11 +27,11 @@ ROOMS = {
     "recipes": 800,
     "distill": 5400,
     "costs": 1260,
-    "eval": 4900,
+    "eval": 4730,
     "train": 4790,
     "pair": 3335,
     "serving": 2390,
-    "scripts": 3900,
+    "scripts": 3770,
     LAB: 9000,
 }
 OTHERS = {"tests": 55_000, "benchmarks": 4000}

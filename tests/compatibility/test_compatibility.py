@@ -66,7 +66,7 @@ def test_a_pair_is_whole_and_probes_as_it_did(files, target):
     result = probe(pair, target)
     assert result.verdict == "fresh"
     assert result.tau == result.tau_baseline
-    assert result.alpha.value == pytest.approx(result.baseline.value, rel=1e-4)
+    assert result.alpha.value == pytest.approx(result.alpha_baseline.value, rel=1e-4)
 
 
 def test_reports_runs_stores_and_registries_are_read(files, tmp_path):

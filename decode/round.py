@@ -230,7 +230,7 @@ def propose(setup: RoundSetup, session: Session, root: Tensor, depth: int) -> Pr
     """Return what the text part of a session proposes after `root` `[B]`, checked; None without such a part."""
     if session.text is None or not depth:
         return None
-    proposal = session.text.propose(handed(session, root), depth)
+    proposal = session.text.propose(handed(session.text, root), depth)
     if setup.proposals is not None:
         setup.proposals(session.text, proposal, len(root), depth)
     return proposal
@@ -291,12 +291,12 @@ def draft(setup: RoundSetup, state: RoundState, depth: int, with_model: bool = T
         return no_draft(state.root)
     session = state.session
     root = handed(session, state.root)
-    sampler = DraftSampler(RULES[setup.rule], setup.sampler_config, state.keys, state.context)
     if not isinstance(session, NodeSession) or not with_model:
         assert state.proposal is not None, "without logits a round drafts what the text part proposes"
         if isinstance(session, NodeSession):
             session.pass_over(root)
         return _masked(setup, state, Draft(state.proposal), None)
+    sampler = DraftSampler(RULES[setup.rule], setup.sampler_config, state.keys, state.context)
     if setup.shape is DraftShape.STATIC and depth == setup.plan.depth:
         assert setup.static_tree is not None
         return _masked(setup, state, grow_static(session, root, setup.static_tree, sampler), None)
@@ -346,7 +346,9 @@ class _Chain:
     """
 
     def __init__(self, sampler: DraftSampler, confidence: float, prefix: Proposal | None):
-        self.sampler, self.confidence, self.prefix = sampler, confidence, prefix
+        self.sampler = sampler
+        self.confidence = confidence
+        self.prefix = prefix
         self.context = sampler.context
         self.tokens = list[Tensor]()
         self.probs = list[Tensor]()

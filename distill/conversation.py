@@ -323,6 +323,8 @@ def given_sequences(
 ) -> list[Supervised]:
     """Return the rows that a drafter learns from the answers that came with the prompt (`prompt.given`).
 
+    A last answer whose `finish_reason` is "length" was cut: the end that the template writes after it is not learnt.
+
     Args:
         max_tokens: longer rows lose their end; those that lose all of their answers are dropped.
         ending: the target's end tokens; one that is the only one ends an answer of raw text.
@@ -335,10 +337,13 @@ def given_sequences(
     if not prompt.given:
         raise ValueError(f"{prompt.id} came without answers.")
     whole = _given_rows(prompt, tokenizer, ending)
+    cut = bool(whole) and prompt.given[-1][-1].get("finish_reason") == "length"
+    if cut:
+        whole = [*whole[:-1], _without_end(*whole[-1], ending)]
     if counts is not None:
         there = sum(_num_answers(mask) for _, mask in whole)
         counts["answers"] += there
-        counts["answers_cut"] += there - sum(_num_answers(mask[:max_tokens], mask) for _, mask in whole)
+        counts["answers_cut"] += cut + there - sum(_num_answers(mask[:max_tokens], mask) for _, mask in whole)
         counts["ends_unknown"] += prompt.messages is None and not end_of_text(ending)
         counts["answers_unlearnable"] += max(0, sum(map(len, prompt.given)) - there)
     rows = [(tokens[:max_tokens], mask[:max_tokens]) for tokens, mask in whole]
@@ -355,6 +360,15 @@ def _given_rows(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, ending: Sequ
         messages += [*(prompt.later[number - 1] if number else ()), *answer]
     rows = supervised_rows(tokenizer, messages, prompt.tools, prompt.template, prompt.images)
     return [(tokens, [int(m) for m in mask]) for tokens, mask in rows]
+
+
+def _without_end(tokens: list[int], mask: list[int], ending: Sequence[int]) -> Supervised:
+    """Return a row whose last answer ends before its end tokens."""
+    places = [place for place, learnt in enumerate(mask) if learnt]
+    while places and tokens[places[-1]] in ending:
+        places.pop()
+    last = places[-1] if places else -1
+    return tokens[: last + 1], mask[: last + 1]
 
 
 def _num_answers(mask: Sequence[int], whole: Sequence[int] = ()) -> int:

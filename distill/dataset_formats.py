@@ -51,9 +51,9 @@ _ANSWERS = ("answer", "response", "completion", "output", "reference")
 _NAMES = {"human": "user", "observation": "tool", "function_response": "tool"}
 _NAMES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant")
 # Fields of a message that chat templates read beside role and content: those in which an assistant without content says
-# something, and all. Any other field is a note of the data's authors.
+# something; and all, with why a server ended an answer. Any other field is a note of the data's authors.
 _SPEAKING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "tool_plan")
-_READ = (*_SPEAKING, "thoughts", "tool_call_id", "name", "tools", "functions")
+_READ = (*_SPEAKING, "thoughts", "finish_reason", "tool_call_id", "name", "tools", "functions")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 _IMAGES = ("image", "image_url")  # kinds of parts

@@ -179,6 +179,16 @@ def test_given_answers_that_are_too_long_lose_their_end_and_are_counted(tokenize
     assert given_sequences(prompt, tokenizer, mask.index(1)) == []
 
 
+def test_the_end_of_a_given_answer_that_its_server_cut_is_not_learnt(tokenizer: Tokenizer) -> None:
+    counts = Counter[str]()
+    given = tuple((answer(text) | {"finish_reason": "length"},) for text in "ab")
+    [row] = given_sequences(
+        ask(tokenizer, "one", "two", given=given), tokenizer, ending=[tokenizer.eos_token_id], counts=counts
+    )
+    assert learnt(tokenizer, row).endswith("<|assistant|>[a<|end|>]<|user|>two<|end|><|assistant|>[b]")
+    assert (counts["answers"], counts["answers_cut"]) == (2, 1)
+
+
 def test_a_given_completion_of_raw_text_ends_where_it_ends(tokenizer: Tokenizer) -> None:
     tokens = tuple(tokenizer("def f():", add_special_tokens=False)["input_ids"])
     prompt = Prompt("p", "s", tokens, "def f():", given=((answer(" pass"),),))

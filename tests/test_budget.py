@@ -20,12 +20,12 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3250,
-    "targets": 6840,
-    "heads": 8100,
+    "targets": 6550,
+    "heads": 8080,
     "formats": 3830,
     "decode": 3890,
     "recipes": 800,
-    "distill": 5400,
+    "distill": 5350,
     "costs": 1205,
     "eval": 4730,
     "train": 4790,
@@ -34,7 +34,7 @@ ROOMS = {
     "scripts": 3770,
     LAB: 9000,
 }
-OTHERS = {"tests": 55_000, "benchmarks": 4000}
+OTHERS = {"tests": 54_600, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from safetensors import SafetensorError
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from ..common import BadInputError, Refusal, digests
 from ..common.atomic import CannotWriteError, clear_away, failure, move, readable_bytes, write_atomically
@@ -165,11 +165,18 @@ def remove_broken(folder: Path, after: Path | None) -> None:
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
-    """Delete checkpoints that are not whole, and the oldest down to `limit`; the last and the `best` one stay."""
-    for broken in checkpoints(folder):
-        if not digests.is_sealed(broken):
-            clear_away(broken)
-    rotate_checkpoints(str(folder), limit, None if best is None else str(folder / Path(best).name))
+    """Delete the oldest checkpoints down to `limit`, and those that are not whole; the last and the `best` one stay.
+
+    The library's own function takes `checkpoint-2.bak` for one, too.
+    """
+    present = checkpoints(folder)
+    whole = [f for f in present if digests.is_sealed(f)]
+    protected = {whole[-1]} | {f for f in whole if best is not None and f.resolve() == Path(best).resolve()}
+    excess = 0 if not limit else max(len(whole) - max(limit, len(protected)), 0)
+    doomed = [f for f in whole if f not in protected][:excess] + [f for f in present if f not in whole]
+    for old in doomed:
+        (old / digests.LIST).unlink(missing_ok=True)  # first: a kill from here on leaves one that is not whole
+        clear_away(old)
 
 
 def set_aside(folder: Path) -> Path | None:

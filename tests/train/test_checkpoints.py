@@ -100,6 +100,24 @@ def test_what_is_not_whole_goes_and_counts_for_nothing(saved, limit):
     assert names(parent) == ["checkpoint-100", "checkpoint-9"]
 
 
+def test_folders_with_other_names_are_left_alone(saved):
+    made = [saved(step) for step in (1, 2, 3)]
+    for name in ("checkpoint-1-keep", "checkpoint-2.bak"):
+        shutil.copytree(made[0], made[0].with_name(name))
+    folders.rotate(made[0].parent, 1, None)
+    assert names(made[0].parent) == ["checkpoint-1-keep", "checkpoint-2.bak", "checkpoint-3"]
+
+
+def test_a_checkpoint_that_was_being_deleted_when_its_run_was_killed_is_not_whole(saved, monkeypatch):
+    made = [saved(step) for step in (1, 2, 3)]
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: None)  # as a kill leaves it
+    folders.rotate(made[0].parent, 2, None)
+    assert [digests.is_sealed(folder) for folder in made] == [False, True, True]
+    monkeypatch.undo()
+    folders.rotate(made[0].parent, 2, None)
+    assert names(made[0].parent) == ["checkpoint-2", "checkpoint-3"]
+
+
 def test_the_best_one_is_known_by_any_path_to_it(saved, monkeypatch):
     """The trainer keeps its name as it was given, which may have been a relative one."""
     made = [saved(step) for step in (9, 20, 100)]

@@ -120,15 +120,27 @@ def _finish(ready: Path, folder: Path) -> None:
     old = working_name(folder, "tmp")
     sync(folder.parent)
     if folder.exists():
-        folder.rename(old)
+        try:
+            folder.rename(old)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.rmtree(folder)  # of a container's lower layer; from here on `ready` is the one whole folder
     ready.rename(folder)
     sync(folder.parent)
     clear_away(old)
 
 
 def move(folder: Path, free_place: Path) -> None:
-    """Give `folder` a name beside it that nothing has."""
-    folder.rename(free_place)
+    """Give `folder` a name beside it that nothing has; one of a container's lower layer is copied there."""
+    try:
+        folder.rename(free_place)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        with replacing_folder(free_place) as copy:
+            shutil.copytree(folder, copy, symlinks=True, dirs_exist_ok=True)
+        shutil.rmtree(folder)
     sync(free_place.parent)
 
 
@@ -327,11 +339,13 @@ def failure(error: Exception, place: Path) -> CannotWriteError | None:
     number = system_number(error)
     named = getattr(error, "filename", None)
     is_elsewhere = isinstance(named, (str, os.PathLike)) and not Path(named).absolute().is_relative_to(folder)
-    gone = next((p for p in (*reversed(folder.parents), folder) if not p.exists()), None)
-    if is_disk_full(error) or (_is_unexplained(error) and gone is None and free_bytes(folder) < _NEARLY_FULL):
+    gone = None
+    if number in _GONE or "does not exist" in str(error):
+        gone = next((p for p in (*reversed(folder.parents), folder) if not p.exists()), None)
+    if is_disk_full(error) or (_is_unexplained(error) and folder.exists() and free_bytes(folder) < _NEARLY_FULL):
         what = f"the disk that holds {place.parent} is full: {place.name} could not be written ({first_line(error)})."
         return CannotWriteError(what, advice=f"Free some space, {_AGAIN}")
-    if gone is not None and not is_elsewhere and (number in _GONE or "does not exist" in str(error)):
+    if gone is not None and not is_elsewhere:
         return CannotWriteError(
             f"{gone} was deleted, or moved, while {place.name} was to be written into it.",
             advice="Leave the folder alone, and run the same command again.",

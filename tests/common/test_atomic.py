@@ -154,13 +154,15 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 from outrider.common import OutriderError
-from outrider.common.atomic import replacing_folder
+from outrider.common.atomic import move, replacing_folder
 names = lambda folder: sorted(f.name for f in folder.iterdir())
 folder = Path(sys.argv[1])
 try:
     with replacing_folder(folder) as building:
         (building / "new").touch()
     print(names(folder), names(folder.parent))
+    move(folder, folder.with_name("aside"))
+    print(names(folder.parent), names(folder.with_name("aside")))
 except OutriderError as error:
     print(error)
 """
@@ -172,6 +174,26 @@ def test_the_root_of_a_disk_is_refused_in_a_sentence_before_any_work(folder):
     assert ran.returncode == 0, ran.stderr
     assert "is the root of a disk (a mount point)" in ran.stdout
     assert f"such as {folder / 'out'}" in ran.stdout
+
+
+@in_own_namespace
+def test_a_folder_of_a_containers_image_is_replaced_and_moved_aside(folder, tmp_path):
+    """It lies in a lower layer, and cannot be renamed: the system says that it is on another disk."""
+    layers = tmp_path / "layers"
+    (layers / "lower" / "there").mkdir(parents=True)
+    (layers / "lower" / "there" / "old").touch()
+    (layers / "merged").mkdir()
+    mounts = (
+        'mount -t tmpfs tmpfs "$2/merged" && cd "$2" && mkdir merged/upper merged/work merged/all && '
+        "mount -t overlay overlay "
+        '-o lowerdir=lower,upperdir=merged/upper,workdir=merged/work,userxattr "$2/merged/all"'
+    )
+    there = layers / "merged" / "all" / "there"
+    ran = run_with_mounts(mounts, REPLACE, there, layers)
+    if "mount" in ran.stderr and ran.returncode == 32:
+        pytest.skip("no overlays here")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["['new'] ['there']", "['aside'] ['new']"]
 
 
 def command_works(*command: object) -> bool:

@@ -23,7 +23,6 @@ from ..common import BadInputError
 from ..common.errors import LIBRARY_ERRORS, IncompatibleError, NotFiniteError, reason
 from ..common.machine import clock
 from ..heads import Abilities, Drafter, NoDraftSession, Session
-from ..heads.session import greedy_chain
 from ..targets import RowLengths, Target
 from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
 from ..targets.images import ImageInputs
@@ -393,12 +392,16 @@ class Run:
     def _check_output_ids(self, session: Session) -> None:
         """Raise IncompatibleError if the session, which may be somebody else's, drafts tokens that do not exist."""
         ids = None if session.model is None else session.model.output_ids
-        if ids is None or (int(ids.min()) >= 0 and int(ids.max()) < self.target.vocab_size):
+        if ids is None:
             return
+        least, most = (int(ids.min()), int(ids.max())) if len(ids) else (-1, -1)
+        if least >= 0 and most < self.target.vocab_size:
+            return
+        found = f"tokens from {least} to {most}" if len(ids) else "empty"
         raise IncompatibleError(
-            f"the output_ids of the drafter's {type(session).__name__} are tokens from {int(ids.min())} to "
-            f"{int(ids.max())}; expected ids from 0 to {self.target.vocab_size - 1}, the target's vocabulary. Mend the "
-            "session (docs/developers/adding-a-drafter.md), or take another drafter."
+            f"the output_ids of the drafter's {type(session).__name__} are {found}; expected ids from 0 to "
+            f"{self.target.vocab_size - 1}, the target's vocabulary. Mend the session "
+            "(docs/developers/adding-a-drafter.md), or take another drafter."
         )
 
     def _round(self, state: RoundState) -> tuple[RoundState, list[StreamEvent]]:
@@ -505,25 +508,35 @@ class Run:
                 )
 
     def _traced(self, i: int) -> NonFiniteTracer:
-        """Return a tracer after a pass over sequence `i`, up to where it is now, and a draft after it."""
+        """Return a tracer after one prefill and one round of sequence `i` alone, up to where it is now."""
         models = {"the target": self.target.model} | ({} if self.drafter is None else {"the drafter": self.drafter})
-        tracer, depth = NonFiniteTracer(models), self.setup.plan.depth
-        text = torch.tensor([[*self.request.prompts[i], *self.sequences[i].tokens]], device=self.device)
-        images = next(iter(self.request.images), None)
+        tracer, request = NonFiniteTracer(models), self.request
+        tokens = [*request.prompts[i], *self.sequences[i].tokens[:-1]]
+        again = replace(
+            request,
+            prompts=[tokens],
+            max_new_tokens=2,
+            sampling=replace(request.sampling, min_new_tokens=0),
+            plan=replace(request.plan, control=None),
+            stop=None,
+            sequence_ids=[request.ids[i]],
+            speculate=[self.drafts[i]],
+            images=request.images[i : i + 1],
+        )
         try:
             with tracer.tracing(), by_library(self.target):
-                self.target.forward(text, images=images)
-                if self.drafter is not None and self.sequences[i].tokens:
-                    length, count = text.shape[1] + depth + 1, RowLengths.of([text.shape[1] - 1], self.device)
-                    cache = self.target.new_cache(1, length)
-                    out = self.target.forward(text[:, :-1], cache, taps=self.setup.taps, images=images)
-                    cache.advance(count)
-                    session = self.drafter.open(self.target, 1, length, 0, cache)
-                    session.update(text[:, :-1], out.hidden, count)
-                    greedy_chain(session, text[:, -1], depth)
+                for _ in _Replay(self.target, self.drafter, again, StaticBatches(self.target, False)).steps():
+                    pass
         except LIBRARY_ERRORS:  # too little memory for a second cache, for example; what was seen until then counts
             _log.debug("tracing logits that are not finite broke off", exc_info=True)
         return tracer
+
+
+class _Replay(Run):
+    """A generation that is repeated while its layers are traced: logits that are not finite do not end it."""
+
+    def _require_finite(self, rows: list[RoundRow]) -> None:
+        pass
 
 
 def _controller(plan: Plan, abilities: Abilities, sequences: int) -> Controller | None:

@@ -1,32 +1,33 @@
 """The memory that a generation needs, before any of it is allocated.
 
-It is the target's cache and the drafter's state, both to the byte, and about what the largest step works with: the
-target's passes as measured on a few tokens (`targets.pass_memory`), and what is made of logits.
+It is the target's cache and the drafter's state, both to the byte, and what the largest step works with: the passes as
+measured on a few tokens (`targets.pass_memory`), and the tensors that the rules make of the logits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
 
 from ..common import BadInputError
 from ..common.machine import free_bytes
-from ..heads import Drafter
-from ..targets import Target
+from ..heads import Drafter, NodeSession
+from ..targets import PeakBytes, RowLengths, Target
 from .plan import Plan
-from .rule_table import RULES, DraftPolicy, Rule
+from .rule_table import AT_ZERO, NOT_DRAWN, RULES, DraftPolicy, Rule
 from .sampling import Sampling
 from .static_batch import margin, window_of
 
 # Below this nothing is checked: short requests pay nothing.
 SMALL = 64 * 2**20
 
-# Bytes that filters, processors, and the choice of a tree's drafts make of each logit.
-_NUCLEUS = 24
-_MIN_P = 16
-_PROCESSED = 8
-_PICKED = {DraftPolicy.MOST_PROBABLE: 8, DraftPolicy.DRAWN: 40, DraftPolicy.SHARED_NOISE: 40}
-_WIDENED = 6  # more of logits in 16 bits, which are copied in single precision
+# What filters and the repetition penalty make of them at least, and what a tree's drafts are picked from.
+_NUCLEUS, _MIN_P, _PENALTY, _DIVIDED = 20, 9, 14, 4
+_BEST, _DRAWN = 8, 40
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ class MemoryNeed:
 def budget(target: Target, drafter: Drafter | None, load: Load) -> MemoryNeed:
     """Return the bytes that `load` needs."""
     drafter = drafter if load.depth else None
-    caches = target.cache_bytes(load.rows, load.target_length), _state_bytes(target, drafter, load)
-    return MemoryNeed(*caches, _working_bytes(target, drafter, load))
+    # First: it may leave the drafter with a part of its state.
+    working = max(_prompt_bytes(target, drafter, load), _round_bytes(target, drafter, load))
+    return MemoryNeed(target.cache_bytes(load.rows, load.target_length), _state_bytes(target, drafter, load), working)
 
 
 def _state_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
@@ -156,49 +158,128 @@ def _places(drafter: Drafter | None, load: Load) -> int:
     return 1 + (0 if not load.depth else max(load.plan.max_nodes if grows else load.depth, load.nodes))
 
 
-def _working_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
-    """Return the bytes of the largest step, or somewhat more: a pass over the prompts, a verification, or a draft."""
-    footprint = target.footprint()
-    tokens = load.rows * load.prompt
-    places = _places(drafter, load)
-    state = target.hidden_size * target.dtype.itemsize
+def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
+    """Return the working memory of the prompts: the target's pass, then the drafter's, and the first logits."""
+    tokens, state = load.rows * load.prompt, target.hidden_size * target.dtype.itemsize
     taps = 0 if drafter is None else len(drafter.taps) * state
-    # Taps below the last layer are kept while the layers after them run, and by the drafter until it reads them.
-    whole = footprint.of_prompt(load.rows, load.prompt)
-    prompts = max(whole + tokens * taps, tokens * (state + 2 * taps) + _logit_bytes(target, load, 1))
-    verified = footprint.of_round(load.rows, places, load.target_length)
-    judged = load.rows * places * (state + taps) + _logit_bytes(target, load, places)
+    # Taps below the last layer are kept while the layers after them run.
+    inner = 0 if drafter is None else sum(tap < target.num_layers for tap in drafter.taps) * state
+    own = target.footprint().of_prompt(load.rows, load.prompt) + tokens * inner
+    kept = tokens * (state + taps + inner) + _logit_bytes(target, load, 1, sampled=False)
+    if drafter is None:
+        return max(own, kept)
+    return max(own, kept, tokens * (state + taps) + _reading(drafter, target).peak(load.rows, load.prompt))
+
+
+def _round_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
+    """Return the working memory of the largest round.
+
+    It is the largest of the target's layers after the longest text, then its logits; of the drafter's logits, in a
+    tree; and of the largest tensor of a cache when rows leave it.
+    """
+    places = _places(drafter, load)
+    # Whether drafts come with the distributions that they were drawn from.
+    sampled = drafter is not None and not drafter.abilities.deterministic and _rule(load).samples
+    draws = load.rows * (places - 1) * target.vocab_size * 4 if sampled else 0
+    state = load.rows * target.hidden_size * target.dtype.itemsize
+    taps = 0 if drafter is None else len(drafter.taps)
+    kept, features = places * state * (1 + taps), load.prompt * state * taps
+    verified = target.footprint().of_round(load.rows, places, load.target_length)
+    grows = drafter is not None and drafter.abilities.reads_nodes
+    drafted = load.rows * target.vocab_size * _drafting_bytes(target, load) if grows else 0
     left = 0 if load.fixed else target.cache_bytes(load.rows - 1, load.target_length) // (2 * target.num_layers)
-    if drafter is None or not drafter.abilities.reads_nodes:
-        return max(prompts, max(verified, judged, left) + tokens * taps)
-    # A head reads the prompts' states, with about the working memory of one of the target's layers, and may keep the
-    # logits of all its drafts; a tree's are picked from a level's at once.
-    logits = load.rows * target.vocab_size
-    reading = tokens * (state + 3 * taps) + whole if taps else 0
-    kept = tokens * taps + logits * footprint.kept * load.depth * (taps > 0)
-    each = footprint.kept + _PICKED[_rule(load).pick] + (_WIDENED if footprint.kept < 4 else 0)
-    tree = load.plan.tree
-    widest = load.plan.width if tree is None else len(set(tree.parents))  # nodes that have children
-    drafted = logits * widest * each if load.plan.is_tree else 0
-    return max(prompts, reading, kept + max(verified, judged, drafted, left))
+    reading = _reading(drafter, target)
+    features += load.rows * (reading.kept + max(0, load.depth - 1) * reading.per_draft)
+    return features + max(draws + max(verified, kept + _logit_bytes(target, load, places, sampled)), drafted, left)
 
 
-def _logit_bytes(target: Target, load: Load, places: int) -> int:
-    """Return the bytes of the target's logits at `places` of each row, and of what the rule makes of them."""
-    footprint = target.footprint()
-    sampling = load.sampling
-    rule = _rule(load)
-    each, once = rule.logit_bytes
-    if rule.samples:
-        each += 4  # the drafts' own distributions
-    if sampling.top_p is not None:
-        each = max(each, _NUCLEUS)
-    elif sampling.min_p:
-        each = max(each, _MIN_P)
-    if sampling.repetition_penalty != 1 or sampling.bad_words or sampling.suppress or sampling.min_new_tokens:
-        each += _PROCESSED
-    return int(load.rows * target.vocab_size * (places * max(footprint.per_logit, footprint.kept + each) + once))
+def _drafting_bytes(target: Target, load: Load) -> int:
+    """Return how many bytes a tree's widest pass makes of the logits of each token."""
+    plan = load.plan
+    if not plan.is_tree:
+        return 0
+    widest = plan.width
+    if plan.tree is not None:
+        widest = max(Counter(plan.tree.depths[parent] for parent in set(plan.tree.parents) - {-1}).values(), default=1)
+    picked = _BEST if _rule(load).pick is DraftPolicy.MOST_PROBABLE else _DRAWN
+    return widest * (target.footprint().kept + picked)
 
 
 def _rule(load: Load) -> Rule:
-    return RULES[load.plan.rule(load.sampling.temperature, deterministic=not load.depth)]
+    """Return the rule for proposals that are samples, if the drafter makes such."""
+    return RULES[load.plan.rule(load.sampling.temperature, deterministic=False)]
+
+
+def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
+    """Return the bytes of the target's logits at `places` of each row, and of what the rule makes of them."""
+    footprint, sampling = target.footprint(), load.sampling
+    rule = _rule(load)
+    rule = RULES[NOT_DRAWN] if rule.samples and not sampled else rule
+    logit, (each, once), greedy = footprint.kept, rule.logit_bytes, rule.name == AT_ZERO
+    if greedy and target.device.type == "cpu" and logit < 4:
+        each = 4  # `highest` copies them
+    filters = 0 if greedy else max(_NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
+    filters += _DIVIDED if filters and sampling.temperature != 1 else 0
+    # What the processors leave beside a logit, need in between, and know of each token.
+    processed, processing, context = 0, 0, 0
+    if sampling.repetition_penalty != 1:
+        processed, processing, context = 4, _PENALTY + (0 if logit == 4 else 4), 1
+    elif sampling.bad_words or sampling.suppress or sampling.min_new_tokens:
+        processed, processing = logit, logit + 2
+    most = max(
+        places * footprint.per_logit,
+        places * (logit + processing),
+        places * (logit + processed + each) + once,
+        places * (logit + processed + filters),
+    )
+    return int(load.rows * target.vocab_size * (most + context))
+
+
+@dataclass(frozen=True)
+class _PromptBytes:
+    """Bytes that a drafter works with when it reads a prompt and begins."""
+
+    per_row: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0  # of tokens
+    kept: int = 0  # of each row, while the target verifies
+    per_draft: int = 0  # kept of each further draft
+
+    def peak(self, rows: int, length: int) -> int:
+        """Return the bytes at one time for `rows` prompts of `length` tokens."""
+        return int(rows * (self.per_row + length * (self.per_token + length * self.per_pair)))
+
+
+_measured: WeakKeyDictionary[Drafter, dict[torch.dtype, _PromptBytes]] = WeakKeyDictionary()
+
+
+def _reading(drafter: Drafter | None, target: Target) -> _PromptBytes:
+    """Return the working memory of reading a prompt, measured once, on three short ones."""
+    if drafter is None or not drafter.abilities.reads_nodes:
+        return _PromptBytes()
+    known = _measured.setdefault(drafter, {})
+    if target.dtype not in known:
+        (short, kept, per_draft), (middle, *_), (long, *_) = (_read(drafter, target, n) for n in (16, 64, 112))
+        per_pair = max(0.0, ((long - middle) - (middle - short)) / (2 * 48**2))
+        per_token = (long - short) / 96 - 128 * per_pair
+        per_row = max(0.0, short - 16 * per_token - 256 * per_pair)
+        known[target.dtype] = _PromptBytes(per_row, per_token, per_pair, kept, per_draft)
+    return known[target.dtype]
+
+
+@torch.no_grad()
+def _read(drafter: Drafter, target: Target, length: int) -> tuple[int, int, int]:
+    """Return the bytes of a drafter that reads `length` tokens and begins: the peak, those kept, and per draft."""
+    cache = target.new_cache(1, length + 3 + (drafter.max_depth or 0))
+    cache.skip(length)
+    session = drafter.open(target, 1, length + 3, 0, cache)
+    assert isinstance(session, NodeSession)
+    tokens = torch.zeros(1, length, dtype=torch.long, device=target.device)
+    hidden = torch.zeros(1, length, len(drafter.taps), target.hidden_size, dtype=target.dtype, device=target.device)
+    with PeakBytes() as run:
+        session.update(tokens, hidden, RowLengths.of([length], target.device))
+        session.prefill(tokens[:, 0])
+        peak, kept = run.peak, run.live
+        if drafter.max_depth is None or drafter.max_depth > 1:
+            session.decode(tokens[:, :1])
+    return peak, kept, max(0, run.live - kept)

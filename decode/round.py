@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..common import IncompatibleError
 from ..heads import Abilities, NodeSession, Proposal, Session
 from ..heads.session import handed
 from ..targets import RaggedCache, RowLengths, Target
@@ -230,7 +231,7 @@ def propose(setup: RoundSetup, session: Session, root: Tensor, depth: int) -> Pr
     """Return what the text part of a session proposes after `root` `[B]`, checked; None without such a part."""
     if session.text is None or not depth:
         return None
-    proposal = session.text.propose(handed(session.text, root), depth)
+    proposal = session.text.propose(handed(session, root), depth)
     if setup.proposals is not None:
         setup.proposals(session.text, proposal, len(root), depth)
     return proposal
@@ -291,12 +292,16 @@ def draft(setup: RoundSetup, state: RoundState, depth: int, with_model: bool = T
         return no_draft(state.root)
     session = state.session
     root = handed(session, state.root)
+    sampler = DraftSampler(RULES[setup.rule], setup.sampler_config, state.keys, state.context)
     if not isinstance(session, NodeSession) or not with_model:
-        assert state.proposal is not None, "without logits a round drafts what the text part proposes"
+        if state.proposal is None:
+            raise IncompatibleError(
+                f"a {type(session).__name__} has neither a text part nor a model part: nothing drafts. Mend the "
+                "session (docs/developers/adding-a-drafter.md)."
+            )
         if isinstance(session, NodeSession):
             session.pass_over(root)
         return _masked(setup, state, Draft(state.proposal), None)
-    sampler = DraftSampler(RULES[setup.rule], setup.sampler_config, state.keys, state.context)
     if setup.shape is DraftShape.STATIC and depth == setup.plan.depth:
         assert setup.static_tree is not None
         return _masked(setup, state, grow_static(session, root, setup.static_tree, sampler), None)
@@ -346,9 +351,7 @@ class _Chain:
     """
 
     def __init__(self, sampler: DraftSampler, confidence: float, prefix: Proposal | None):
-        self.sampler = sampler
-        self.confidence = confidence
-        self.prefix = prefix
+        self.sampler, self.confidence, self.prefix = sampler, confidence, prefix
         self.context = sampler.context
         self.tokens = list[Tensor]()
         self.probs = list[Tensor]()
@@ -365,7 +368,11 @@ class _Chain:
         if copied is not None and self.prefix is not None:
             token = torch.where(copied, self.prefix.tokens[:, len(self.tokens)], token)
         if picked.probs is not None:
-            assert self.prefix is None, "tokens after a prefix are not drawn: no distribution scores the prefix"
+            if self.prefix is not None:
+                raise IncompatibleError(
+                    "a drafter whose text part proposes before its model must declare that its drafts are "
+                    "deterministic: no distribution scores the prefix (docs/developers/adding-a-drafter.md)."
+                )
             self.probs.append(picked.probs)
         if picked.peak is not None:
             self.peaks.append(picked.peak if copied is None else picked.peak.masked_fill(copied[:, None], 0))

@@ -155,8 +155,7 @@ class StaticBatch:
         A part that does not draft stays outside the captured work, and is updated after it: what the model makes of
         rounds without drafts grows with each.
         """
-        text = state.session.text
-        model = state.session.model
+        text, model = state.session.text, state.session.model
         proposal, with_model = self._proposed(setup, state, depth, idle)
         inside = NoDraftSession() if model is None or not depth else model
         shape = None if proposal is None else (proposal.depth, proposal.parents is None, with_model)

@@ -23,7 +23,7 @@ ROOMS = {
     "targets": 6550,
     "heads": 8080,
     "formats": 3830,
-    "decode": 3890,
+    "decode": 3980,
     "recipes": 800,
     "distill": 5350,
     "costs": 1205,
@@ -34,7 +34,7 @@ ROOMS = {
     "scripts": 3770,
     LAB: 9000,
 }
-OTHERS = {"tests": 54_600, "benchmarks": 4000}
+OTHERS = {"tests": 54_700, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

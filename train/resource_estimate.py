@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -38,6 +39,7 @@ from .drafter_init import check_abilities, check_drafter, check_made, make_draft
 from .forecast import Forecast
 
 _SAMPLE = 1000  # prompts whose lengths stand for those of all
+_BYTES = 4  # of a token, where no tokenizer tells
 
 
 class UnknownShapesError(BadInputError):
@@ -179,17 +181,13 @@ def _optimizer(drafter: Drafter, args: TrainingArguments) -> tuple[torch.optim.O
 
 
 def workload(recipe: Recipe, rows: int | None = None) -> Workload:
-    """Return the lengths of finished responses, else of local prompts with answers as long as allowed, else at most.
-
-    Prompts count in the target's tokens: without a tokenizer beside its config they count as the longest.
-    """
+    """Return the lengths of finished responses, else of local prompts with answers as long as allowed, else at most."""
     spec = recipe.data
     finished = data_folder(recipe)
     if finished.is_dir() and rows is None:
         return _of_responses(finished, spec.learn_prompts)
-    tokenizer = _tokenizer(recipe)
-    if rows is None and tokenizer is not None and not any(is_hub(source.path) for source in as_specs(spec.prompts)):
-        return _of_prompts(recipe, tokenizer)
+    if rows is None and not any(is_hub(source.path) for source in as_specs(spec.prompts)):
+        return _of_prompts(recipe)
     count = rows or _count(spec.prompts, spec.limit)
     longest = spec.max_prompt_tokens + spec.max_new_tokens
     share = (longest - FIRST_LEARNED if spec.learn_prompts else spec.max_new_tokens) / longest
@@ -205,9 +203,13 @@ def _of_responses(folder: Path, learn_prompts: bool) -> Workload:
     return Workload(source, len(lengths), tokens, max(lengths), learned / tokens, prompts)
 
 
-def _of_prompts(recipe: Recipe, tokenizer: Any) -> Workload:
-    """Return the lengths of local prompts, in the target's tokens; of many rows some stand for all."""
-    spec = recipe.data
+def _of_prompts(recipe: Recipe) -> Workload:
+    """Return the lengths of local prompts, in the target's tokens; of many rows some stand for all.
+
+    Without a tokenizer beside the target's config a token is assumed to have `_BYTES` bytes.
+    """
+    spec, tokenizer = recipe.data, cast(Any, _tokenizer(recipe) or _BytesOnly())
+    how = f"; no tokenizer is there: {_BYTES} bytes are taken for a token" if isinstance(tokenizer, _BytesOnly) else ""
     given = spec.answers == "given"
     place = recipe.target
     images = image_reader_of(place.path, place.revision, place.trust_remote_code, tokenizer)
@@ -229,11 +231,14 @@ def _of_prompts(recipe: Recipe, tokenizer: Any) -> Workload:
         count = max(sampled, min(round(share * _count(spec.prompts, None)), spec.limit or 2**63))
     scale, prompted = count / sampled, sum(map(sum, questions))
     learned = sum(lengths) - sampled * FIRST_LEARNED if spec.learn_prompts else sum(map(sum, answers))
-    longest = max(lengths) if count == sampled else max(spec.max_prompt_tokens + spec.max_new_tokens, *lengths)
+    longest = (
+        max(lengths) if count == sampled and not how else max(spec.max_prompt_tokens + spec.max_new_tokens, *lengths)
+    )
     words = (
         f"{count:,} prompts of {min(map(sum, questions)):,} to {max(map(sum, questions)):,} tokens"
         + (f", {sampled:,} of them read" if count > sampled else "")
         + (", with answers of their own" if given else f", answered with {spec.max_new_tokens} at most")
+        + how
     )
     return Workload(words, count, round(scale * sum(lengths)), longest, learned / sum(lengths), round(scale * prompted))
 
@@ -250,6 +255,18 @@ def _tokenizer(recipe: Recipe) -> Any:
 def _length(tokenizer: Any, turn: Sequence[Message]) -> int:
     texts = [str(message.get("content") or "") for message in turn]
     return sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+
+
+class _BytesOnly:
+    """What stands for a target's tokenizer where there is none: as many tokens as a text's bytes make."""
+
+    chat_template, bos_token_id = "plain", None
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, range]:
+        return {"input_ids": range(math.ceil(len(text.encode(errors="replace")) / _BYTES))}
+
+    def apply_chat_template(self, messages: Sequence[Message], **_: Any) -> str:
+        return "".join(str(message.get("content") or "") for message in messages)
 
 
 def _count(sources: Sequence[str | SourceSpec], limit: int | None) -> int:

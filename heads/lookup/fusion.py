@@ -24,7 +24,7 @@ from ...targets import RaggedCache, RowLengths, Target
 from ..base import Drafter
 from ..registry import drafter_config, load_drafter, restore_drafter
 from ..saved import CONFIG, DrafterConfig
-from ..session import Abilities, NodeSession, TextSession, handed
+from ..session import Abilities, NodeSession, TextSession
 
 MODEL = "model"
 
@@ -137,9 +137,7 @@ class FusionSession(NodeSession):
 
     def __init__(self, open_statistical: Callable[[], TextSession], model: NodeSession):
         super().__init__(model.output_ids)
-        self._open_statistical = open_statistical
-        self._statistical = open_statistical()
-        self._model = model
+        self._open_statistical, self._statistical, self._model = open_statistical, open_statistical(), model
         self._passed_over = False  # whether the text part drafts without the model in this round
         # Tokens `[1, Q]` and their hidden states `[1, Q, K, H]` that the model has not read.
         self._unread: list[tuple[Tensor, Tensor | None]] = []
@@ -179,10 +177,10 @@ class FusionSession(NodeSession):
             self.model.update(both, torch.cat(known, 1) if known else None, counts)
             self._unread = []
         self.model.round_depth = self.round_depth
-        return self.model.prefill(handed(self.model, root))
+        return self.model.prefill(root)
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        return self.model.decode(handed(self.model, tokens), parents)
+        return self.model.decode(tokens, parents)
 
     def select(self, rows: list[int]) -> None:
         self.text.select(list(rows))

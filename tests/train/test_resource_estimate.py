@@ -158,8 +158,8 @@ def test_local_prompts_are_counted_and_limited(recipe, tmp_path):
     (tmp_path / "p.txt").write_text("one\ntwo\n\nthree\n")
     settings = {"prompts": [str(tmp_path / "p.txt")], "responses": None, "max_prompt_tokens": 10, "max_new_tokens": 30}
     work = plan(recipe(data=settings)).workload
-    assert (work.sequences, work.tokens, work.prompt_tokens, work.longest) == (3, 120, 30, 40), "no tokenizer is there"
-    assert work.source.startswith("at most")
+    assert (work.sequences, work.tokens, work.prompt_tokens, work.longest) == (3, 94, 4, 40), "four bytes to a token"
+    assert "no tokenizer is there: 4 bytes are taken for a token" in work.source
     assert plan(recipe(data=settings | {"limit": 2})).workload.sequences == 2
 
 

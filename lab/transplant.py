@@ -23,7 +23,7 @@ from ..targets import Target
 
 _BYTES: Final = {character: byte for byte, character in bytes_to_unicode().items()}
 _SPACE = "\u2581"  # SentencePiece's
-_ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+_ROLES = ("unk_token_id", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TokenPieces:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """Return the bytes that each token stands for, by id; special tokens are left out.
+    """Return the bytes that each token stands for, in the order of ids; special tokens are left out.
 
     Raises IncompatibleError for a tokenizer without a fast form, whose decoder is not known.
     """
@@ -58,9 +58,15 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     if backend is None:
         raise IncompatibleError("the bytes of tokens are known for fast tokenizers alone (a tokenizer.json).")
     byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
-    added = tokenizer.get_added_vocab()
-    plain = {i: token for token, i in tokenizer.get_vocab().items() if token not in added}
-    return {i: _from_byte_level(token) if byte_level else _from_pieces(token) for i, token in plain.items()}
+    added = tokenizer.added_tokens_decoder
+    found: dict[int, bytes] = {}
+    for token, i in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):
+        if i in added:  # its text stands as it is
+            if not added[i].special:
+                found[i] = added[i].content.encode()
+        else:
+            found[i] = _from_byte_level(token) if byte_level else _from_pieces(token)
+    return found
 
 
 def _from_byte_level(token: str) -> bytes:
@@ -69,32 +75,53 @@ def _from_byte_level(token: str) -> bytes:
 
 def _from_pieces(token: str) -> bytes:
     """Return the bytes of a SentencePiece token: `<0x0A>` is one byte."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+    if _is_byte(token):
         return bytes.fromhex(token[3:5])
     return token.replace(_SPACE, " ").encode()
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def _by_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
+    """Return the id of each spelling: of a letter and its byte token, `<0x61>`, the letter's, which was trained."""
+    spelled = token_bytes(tokenizer)
+    names = cast("list[str]", tokenizer.convert_ids_to_tokens(list(spelled)))
+    bytes_last = sorted(zip(names, spelled, strict=True), key=lambda entry: (_is_byte(entry[0]), entry[1]))
+    found: dict[bytes, int] = {}
+    for _, i in bytes_last:
+        found.setdefault(spelled[i], i)
+    return found
 
 
 def token_pieces(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, size: int) -> TokenPieces:
     """Return how the tokens of `theirs` are spelled in those of `own`, for `size` ids.
 
     A special token is shared if both have it by name, or in the same role: it begins or ends a text.
+
+    Raises IncompatibleError if `theirs` has ids beyond `size`.
     """
-    known = {spelled: i for i, spelled in token_bytes(own).items()}
+    known = _by_bytes(own)
     longest = max(map(len, known))
+    spelled = token_bytes(theirs)
+    special = _special(own, theirs)
+    if (highest := max([*spelled, *special])) >= size:
+        raise IncompatibleError(f"the target's tokenizer has ids up to {highest:,}, and the target {size:,} outputs.")
     pieces: list[list[int]] = [[] for _ in range(size)]
-    for i, spelled in token_bytes(theirs).items():
-        pieces[i] = _spelled(spelled, known, longest)
-    for i, same in _special(own, theirs).items():
+    for i, text in spelled.items():
+        pieces[i] = _spelled(text, known, longest)
+    for i, same in special.items():
         pieces[i] = [same]
-    ours = token_bytes(theirs)
-    shared = [i for i, each in enumerate(pieces) if len(each) == 1 and (i not in ours or known.get(ours[i]) == each[0])]
-    return TokenPieces(pieces, shared)
+    whole = {i for i, text in spelled.items() if text in known}
+    return TokenPieces(pieces, sorted(whole | special.keys()))
 
 
 def _special(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> dict[int, int]:
     """Return special tokens of `theirs` that `own` has, too: its id by theirs."""
     roles = [(getattr(theirs, role, None), getattr(own, role, None)) for role in _ROLES]
-    found = {one: other for one, other in reversed(roles) if one is not None and other is not None}
+    # The end comes last: where a token both begins and ends texts, a drafter must be able to end.
+    found = {one: other for one, other in roles if one is not None and other is not None}
     vocabulary = own.get_vocab()
     return found | {i: vocabulary[token] for token, i in theirs.get_added_vocab().items() if token in vocabulary}
 
@@ -133,6 +160,6 @@ def transplant(model: PreTrainedModel, own: PreTrainedTokenizerBase, target: Tar
     if bias is not None:
         resized.bias.copy_(bias)
     for settings in (model.config, model.generation_config):
-        for role in _ROLES[:3]:
+        for role in _ROLES[1:]:
             setattr(settings, role, getattr(target.config, role, None))
     return model, len(found.shared)

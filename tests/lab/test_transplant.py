@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -71,6 +72,43 @@ def test_tokens_are_spelled_by_their_bytes_in_either_kind_of_vocabulary():
     assert found.shared == [0, 5]
     rows = found.mean_rows(torch.arange(9.0)[:, None])
     assert rows[:, 0].tolist() == [2, 4, 4, 4, 8, 1, 4]
+
+
+@pytest.mark.parametrize("bytes_first", [False, True])
+def test_a_letter_and_its_byte_token_are_told_apart_in_any_order(bytes_first):
+    byte_tokens = {"<0x61>": 0, "<0x62>": 1}
+    letters = {"a": 0, "b": 1}
+    first, second = (byte_tokens, letters) if bytes_first else (letters, byte_tokens)
+    words = {"<unk>": 0} | {t: i + 1 for t, i in first.items()} | {t: i + 3 for t, i in second.items()}
+    own = PreTrainedTokenizerFast(tokenizer_object=with_bytes(words))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=with_bytes({"<unk>": 0, "a": 1, "ab": 2}))
+    assert token_pieces(own, theirs, 3).pieces[1:] == [[words["a"]], [words["a"], words["b"]]]
+
+
+def with_bytes(words: dict[str, int]) -> Tokenizer:
+    pieces = Tokenizer(models.BPE(words, []))
+    pieces.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return pieces
+
+
+def test_added_tokens_that_are_not_special_are_spelled_and_ids_beyond_the_target_refused(tiny_tokenizer):
+    theirs = copy.deepcopy(tiny_tokenizer)
+    theirs.add_tokens(["    ", "<think>"])
+    found = token_pieces(tiny_tokenizer, theirs, len(theirs))
+    spelled = [tiny_tokenizer.decode(found.pieces[i]) for i in range(len(tiny_tokenizer), len(theirs))]
+    assert spelled == ["    ", "<think>"]
+    with pytest.raises(IncompatibleError, match="has ids up to 321, and the target 320 outputs"):
+        token_pieces(tiny_tokenizer, theirs, len(tiny_tokenizer))
+
+
+def test_a_token_that_begins_and_ends_texts_gets_the_models_end():
+    both = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_bpe(["<x>"], OTHER_TEXT), bos_token="<x>", eos_token="<x>"
+    )
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_bpe(["<s>", "</s>"], OTHER_TEXT), bos_token="<s>", eos_token="</s>"
+    )
+    assert token_pieces(own, both, 320).pieces[both.eos_token_id] == [own.eos_token_id]
 
 
 def test_text_drafted_by_a_model_of_another_tokenizer_is_the_targets(tiny_llama, tiny_target):

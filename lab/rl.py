@@ -13,6 +13,7 @@ Shapes: B rows, T tokens of the longest row.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from ..targets import Target
 
 _FORGET = 0.7  # of a depth's seconds a token, per rollout: a policy that moves is drafted for better or worse
 _TRY_AGAIN = 12  # rollouts until a depth that was slower is tried again; doubled each time that it loses
+_ROWS = 2**32  # of a part of a step, at most: each has numbers of its own
+_KEPT = 64  # rollouts that are remembered
 _GAIN = 1.02  # below which a depth is not worth a change
 
 
@@ -40,36 +43,39 @@ class DepthChoice:
     Attributes:
         depths: what may be drafted; 0 is plain.
         paces: seconds a token by depth, of the latest rollouts.
-        waits: rollouts until a slower depth is tried again, and how long it waits after that.
+        waits: rollouts until a slower depth is tried again.
     """
 
     depths: Sequence[int]
     paces: dict[int, float] = field(default_factory=dict)
-    waits: dict[int, list[int]] = field(default_factory=dict)
+    waits: dict[int, int] = field(default_factory=dict)
+    due: dict[int, int] = field(default_factory=dict)  # of each depth, the rollout in which it is tried again
+    warm: set[int] = field(default_factory=set)  # depths that have run once, which loads and allocates
     current: int = 0
+    rollouts: int = 0
 
     def next(self) -> int:
         """Return the depth of the next rollout: one that is not known yet, one whose wait is over, or the fastest."""
+        self.rollouts += 1
         for depth in self.depths:
             if depth not in self.paces:
                 return depth
         self.current = min(self.paces, key=lambda depth: self.paces[depth] * (1 if depth == self.current else _GAIN))
-        for depth in self.depths:
-            wait = self.waits.setdefault(depth, [_TRY_AGAIN, _TRY_AGAIN])
-            if depth == self.current:
-                continue
-            wait[0] -= 1
-            if wait[0] <= 0:
-                wait[1] *= 2
-                wait[0] = wait[1]
-                return depth
-        return self.current
+        waiting = (depth for depth in self.depths if depth != self.current)
+        return next((depth for depth in waiting if self.rollouts >= self.due.setdefault(depth, 0)), self.current)
 
     def observe(self, depth: int, seconds: float, tokens: int) -> None:
-        """Take in what a rollout at `depth` took."""
+        """Take in what a rollout at `depth` took; the first one of each depth is not counted."""
+        if depth not in self.warm:
+            self.warm.add(depth)
+            return
         pace = seconds / max(1, tokens)
-        known = self.paces.get(depth, pace)
-        self.paces[depth] = _FORGET * known + (1 - _FORGET) * pace
+        if depth == self.current and depth in self.paces:
+            pace = _FORGET * self.paces[depth] + (1 - _FORGET) * pace
+        self.paces[depth] = pace
+        loses = pace > self.paces.get(self.current, pace)
+        self.waits[depth] = 2 * self.waits.get(depth, _TRY_AGAIN) if loses else _TRY_AGAIN
+        self.due[depth] = self.rollouts + self.waits[depth]
 
 
 @dataclass(frozen=True)
@@ -108,10 +114,15 @@ class Rollouts:
         self.sampling = sampling or Sampling(temperature=1.0)
         self.max_new_tokens = max_new_tokens
         self.choice = DepthChoice(depths if drafter is not None else (0,))
-        self.history: list[Rollout] = []
+        self.history: deque[Rollout] = deque(maxlen=_KEPT)
+        self._last = (-1, 0)  # the trainer's latest step, and how often it asked in it
 
-    def rollout(self, prompts: Sequence[Sequence[int]], step: int, logprobs: bool = True) -> Rollout:
-        """Complete `prompts` (token ids; each as often as it is given) with the policy's present weights."""
+    def rollout(self, prompts: Sequence[Sequence[int]], step: int, logprobs: bool = True, part: int = 0) -> Rollout:
+        """Complete `prompts` (token ids; each as often as it is given) with the policy's present weights.
+
+        Args:
+            part: of the step: a number of its own for each process, and each call, that completes others.
+        """
         if not prompts:
             raise BadInputError("rollout: there are no prompts.")
         depth = self.choice.next()
@@ -119,7 +130,9 @@ class Rollouts:
         rule = "auto" if sampling.greedy else "coupled"
         began = time.perf_counter()
         with _evaluating(self.target.model):
-            output = self.decoder.generate(prompts, self.max_new_tokens, sampling, Plan(depth, verify=rule))
+            ids = [part * _ROWS + row for row in range(len(prompts))]
+            plan = Plan(depth, verify=rule)
+            output = self.decoder.generate(prompts, self.max_new_tokens, sampling, plan, sequence_ids=ids)
             self.choice.observe(depth, time.perf_counter() - began, output.stats.num_tokens)
             values = self.log_probabilities(prompts, output.tokens) if logprobs else None
         found = Rollout(output.tokens, values, output.stats.tau, depth)
@@ -144,15 +157,38 @@ class Rollouts:
 
     def for_trl(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Return what TRL's `rollout_func` returns; log-probabilities are left to the trainer's own pass."""
-        tokens = [self._tokens(prompt) for prompt in prompts]
-        found = self.rollout(tokens, trainer.state.global_step, logprobs=False)
+        self._require_same_settings(trainer)
+        template = dict(trainer.args.chat_template_kwargs or {})
+        tokens = [self._tokens(prompt, template) for prompt in prompts]
+        step = trainer.state.global_step
+        calls = self._last[1] + 1 if self._last[0] == step else 0
+        self._last = (step, calls)
+        part = calls * trainer.accelerator.num_processes + trainer.accelerator.process_index
+        found = self.rollout(tokens, step, logprobs=False, part=part)
         return {"prompt_ids": tokens, "completion_ids": found.completions, "logprobs": None}
 
-    def _tokens(self, prompt: Any) -> list[int]:
+    def _require_same_settings(self, trainer: Any) -> None:
+        """Raise BadInputError where the trainer's settings would draw other completions than these rollouts do."""
+        args, mine = trainer.args, self.sampling
+        if getattr(trainer, "tools", None):
+            raise BadInputError("rollouts call no tools; leave `tools` out of the trainer.")
+        pairs = {
+            "temperature": (args.temperature, mine.temperature),
+            "top_p": (args.top_p, 1.0 if mine.top_p is None else mine.top_p),
+            "top_k": (args.top_k or 0, mine.top_k or 0),
+            "min_p": (args.min_p or 0.0, mine.min_p or 0.0),
+            "repetition_penalty": (args.repetition_penalty, mine.repetition_penalty),
+            "max_completion_length": (args.max_completion_length, self.max_new_tokens),
+        }
+        for name, (asked, drawn) in pairs.items():
+            if asked != drawn:
+                raise BadInputError(f"GRPOConfig has {name}={asked}, the rollouts {drawn}; give both the same.")
+
+    def _tokens(self, prompt: Any, template: dict[str, Any]) -> list[int]:
         tokenizer = self.target.require_tokenizer()
         if isinstance(prompt, str):
             return list(tokenizer(prompt)["input_ids"])
-        return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template))
 
 
 def _chosen(logits: Tensor, tokens: Tensor) -> Tensor:

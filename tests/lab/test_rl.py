@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,23 +85,48 @@ def test_the_mode_of_the_policy_is_given_back_even_after_a_failure(tiny_target):
         rollouts.rollout([], step=0)
 
 
+def taken(choice: DepthChoice, pace: dict[int, float], rollouts: int) -> list[int]:
+    """Return the depths of so many rollouts of ten tokens each; the first one of all is slow."""
+    depths = []
+    for number in range(rollouts):
+        depth = choice.next()
+        choice.observe(depth, 10 * pace[depth] + (100 if number == 0 else 0), 10)
+        depths.append(depth)
+    return depths
+
+
 def test_the_fastest_depth_is_taken_and_a_slower_one_tried_more_and_more_seldom():
-    choice = DepthChoice((0, 2, 4))
     pace = {0: 1.0, 2: 1.5, 4: 0.8}
-    taken = []
-    for _ in range(200):
-        depth = choice.next()
-        choice.observe(depth, 10 * pace[depth], 10)
-        taken.append(depth)
-    assert taken[:3] == [0, 2, 4]
-    assert taken[3:].count(4) > 185
-    lost = sum(pace[depth] - 0.8 for depth in taken) / (0.8 * 200)
-    assert lost < 0.03
+    choice = DepthChoice((0, 2, 4))
+    depths = taken(choice, pace, 300)
+    assert depths[:6] == [0, 0, 2, 2, 4, 4]  # the first of each is not counted
+    assert sum(pace[depth] - 0.8 for depth in depths[6:]) / (0.8 * 294) < 0.03
     pace[4] = 3.0  # the policy has moved away from what the drafter knows
-    for _ in range(20):
-        depth = choice.next()
-        choice.observe(depth, 10 * pace[depth], 10)
-    assert choice.next() == 0
+    assert taken(choice, pace, 40)[-20:].count(0) >= 18
+    pace[4] = 0.5  # and come back
+    assert taken(choice, pace, 400)[-20:].count(4) >= 18
+
+
+def test_drafts_that_never_pay_are_left_out_even_if_the_first_plain_rollout_was_slow():
+    depths = taken(DepthChoice((0, 4)), {0: 1.0, 4: 1.3}, 1000)
+    assert depths.count(4) < 20
+
+
+def test_each_process_and_each_call_of_a_step_has_noise_of_its_own(tiny_target):
+    rollouts = Rollouts(tiny_target.model, tiny_target.tokenizer, max_new_tokens=9)
+    texts = [tuple(rollouts.rollout(PROMPTS[:1], 0, part=part).completions[0]) for part in range(4)]
+    assert len(set(texts)) == 4
+
+
+@pytest.mark.parametrize("setting", ["temperature", "top_k", "max_completion_length"])
+def test_settings_of_a_trainer_that_draw_otherwise_are_refused(tiny_target, setting):
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    values |= {"max_completion_length": 9, "chat_template_kwargs": None}
+    values[setting] = 3
+    trainer = SimpleNamespace(args=SimpleNamespace(**values), tools=None)
+    rollouts = Rollouts(tiny_target.model, tiny_target.tokenizer, max_new_tokens=9)
+    with pytest.raises(BadInputError, match=f"GRPOConfig has {setting}=3"):
+        rollouts.for_trl(["text"], trainer)
 
 
 @pytest.mark.slow

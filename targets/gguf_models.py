@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 import transformers
 from transformers import (
@@ -48,7 +49,22 @@ _PATIENCE = 3600.0  # seconds that another process may take to read the same fil
 _MAKE_AGAIN = "Remove the folder, and it is made again."
 _GOOD_COPY = "Take a good copy of it."
 
+_MOST_READS = 5_000_000  # of a header: a vocabulary of 256,000 with its merges takes two million
+
 _log = logging.getLogger(__name__)
+
+
+class _BoundedReader(gguf.GGUFReader):
+    """A reader that refuses what a file counts beyond its end: the library would go on, and take memory for each."""
+
+    reads = 0
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        self.reads += 1
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data) or self.reads > _MOST_READS:
+            raise ValueError(f"it counts more than its {len(self.data):,} bytes can hold")
+        return super()._get(offset, dtype, count, override_order)
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class GgufHeader:
     def of(cls, file: Path) -> GgufHeader:
         """Return the header of `file`; raises Refusal if it is damaged, cut short, or holds less than it says."""
         try:
-            read = gguf.GGUFReader(file)
+            read = _BoundedReader(file)
             if (taken := sum(tensor.n_bytes for tensor in read.tensors)) > file.stat().st_size:
                 raise ValueError(f"its {len(read.tensors)} tensors take {taken:,} bytes")
             values = {

@@ -145,6 +145,7 @@ DAMAGED: dict[str, Callable[[Path], None]] = {
     "not one": lambda file: file.write_bytes(b"{}" * 100),
     "with endless tensors": lambda file: overwrite(file, 8, 2**60),
     "with endless values": lambda file: overwrite(file, 16, 2**60),
+    "with an endless list": lambda file: overwrite(file, file.read_bytes().index(b"tokenizer.ggml.tokens") + 29, 2**60),
     "with an endless name": lambda file: overwrite(file, 24, 2**60),
 }
 

@@ -337,11 +337,12 @@ def given_sequences(
     if not prompt.given:
         raise ValueError(f"{prompt.id} came without answers.")
     whole = _given_rows(prompt, tokenizer, ending)
-    cut = bool(whole) and prompt.given[-1][-1].get("finish_reason") == "length"
+    there = sum(_num_answers(mask) for _, mask in whole)
+    is_last = there == sum(map(len, prompt.given))  # the last supervised answer is the last given one
+    cut = is_last and prompt.given[-1][-1].get("finish_reason") == "length"
     if cut:
         whole = [*whole[:-1], _without_end(*whole[-1], ending)]
     if counts is not None:
-        there = sum(_num_answers(mask) for _, mask in whole)
         counts["answers"] += there
         counts["answers_cut"] += cut + there - sum(_num_answers(mask[:max_tokens], mask) for _, mask in whole)
         counts["ends_unknown"] += prompt.messages is None and not end_of_text(ending)

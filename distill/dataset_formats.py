@@ -51,9 +51,10 @@ _ANSWERS = ("answer", "response", "completion", "output", "reference")
 _NAMES = {"human": "user", "observation": "tool", "function_response": "tool"}
 _NAMES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant")
 # Fields of a message that chat templates read beside role and content: those in which an assistant without content says
-# something; and all, with why a server ended an answer. Any other field is a note of the data's authors.
+# something, and all. Any other field is a note of the data's authors.
 _SPEAKING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "tool_plan")
-_READ = (*_SPEAKING, "thoughts", "finish_reason", "tool_call_id", "name", "tools", "functions")
+_READ = (*_SPEAKING, "thoughts", "tool_call_id", "name", "tools", "functions")
+_CUT = "length"  # the `finish_reason` of an answer that its server cut
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 _IMAGES = ("image", "image_url")  # kinds of parts
@@ -298,6 +299,8 @@ class _RowReader:
         if role not in _ROLES:
             raise self.fault(f"a message has the role {role!r}; expected one of {', '.join(_ROLES)}, human, gpt.")
         rest = {key: _without_nulls(turn[key]) for key in _READ if turn.get(key) is not None}
+        if turn.get("finish_reason") == _CUT:
+            rest["finish_reason"] = _CUT
         if calls := rest.get("tool_calls"):
             if not isinstance(calls, list):
                 raise self.fault(f"`tool_calls` must be a list, found {_shown(calls)}.")

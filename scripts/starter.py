@@ -146,11 +146,11 @@ def _pruned(vocabulary: int) -> int:
 
 def _config_folder(target: str) -> Path:
     """Return the folder of a target's config."""
-    from ..targets.model_folder import FETCHED, gguf_in, model_folder
+    from ..targets.model_folder import NAMES, gguf_in, model_folder
 
     if target == "embedded":
         return embedded_file("target/config.json").parent
-    if target in FETCHED or gguf_in(target) is not None:
+    if target in NAMES or gguf_in(target) is not None:
         from ..targets.loading import target_path  # seconds of imports, which other models do without
 
         target = target_path(target)

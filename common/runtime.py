@@ -52,6 +52,7 @@ EXTRAS = {
     "images": Extra("prompts with images", ("PIL",)),
     "deepspeed": Extra("ZeRO training (accelerate launch --use_deepspeed)", ("deepspeed",), ("ninja", "g++")),
     "capacity": Extra("capacity (loads of servers, simulated)", ("simpy",)),
+    "rl": Extra("rollouts of TRL's GRPOTrainer (lab/rl.py)", ("trl",)),
     "quantised": Extra("targets of eight bits (--quantize, target.quantize)", ("torchao",)),
     "fast": Extra("kernels of the fast pass, on CUDA", ("triton",)),
     "liger": Extra("losses in fewer passes, on CUDA", ("liger_kernel",)),

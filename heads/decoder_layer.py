@@ -10,11 +10,12 @@ Shapes: B rows, T positions, Q new entries, H hidden size, N heads, D head size,
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -488,15 +489,30 @@ class CachedLayers:
         self.layers += [fused(layer, config) for layer in others]
         self.windows, self.projection = windows or [0] * len(layers), projection
         self.versions = weight_versions(_read(layers, projection))
+        self._look_up(rotary, max_length)
+
+    def _look_up(self, rotary: nn.Module, max_length: int) -> None:
         like = self.layers[0].qkv.weights[0]
         cos, sin = angles(rotary, like, torch.arange(max_length, device=like.device)[None])
-        self.max_length, self.cos, self.sin = max_length, cos[0, 0], sin[0, 0]  # [max_length, D]
+        self.max_length = max_length
+        self.cos = cos[0, 0]  # [max_length, D]
+        self.sin = sin[0, 0]
+
+    def is_made_of(self, layers: Iterable[Any]) -> bool:
+        """Return whether it was made of these layers (not of packed copies) with their weights."""
+        same = all(made.layer is layer for made, layer in zip(self.layers, layers, strict=True))
+        return same and self.versions == weight_versions(_read(layers, self.projection))
 
     def fits(self, layers: Iterable[Any], max_length: int) -> bool:
-        """Return whether it is long enough, and made of these layers (not of packed copies) with their weights."""
-        same = all(made.layer is layer for made, layer in zip(self.layers, layers, strict=True))
-        same = same and self.max_length >= max_length
-        return same and self.versions == weight_versions(_read(layers, self.projection))
+        """Return whether it is long enough, and made of the weights of these layers as they are."""
+        return self.max_length >= max_length and self.is_made_of(layers)
+
+    @torch.no_grad()
+    def longer(self, rotary: nn.Module, max_length: int) -> Self:
+        """Return the same layers for more positions; sessions go on with these."""
+        made = copy.copy(self)
+        made._look_up(rotary, max_length)
+        return made
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that it holds; their size is `copied_bytes`."""
@@ -585,20 +601,23 @@ class LayerDrafter(HeadDrafter[L]):
         return RaggedCache(len(shapes), batch_size, entries, target.device, shapes)
 
     def decoding_layers(self, max_length: int) -> CachedLayers:
-        """Return its layers for decoding; they are kept until weights have changed, or texts are longer."""
-        if not self._fits(max_length):
+        """Return its layers for decoding; they are kept until weights have changed."""
+        if self._decoding is None or not self._decoding.is_made_of(self.own_layers):
             self._decoding = self._copy_layers(max_length)
-        assert self._decoding is not None
+        elif self._decoding.max_length < max_length:
+            self._decoding = self._decoding.longer(self.rotary, max_length)
         return self._decoding
-
-    def _fits(self, max_length: int) -> bool:
-        return self._decoding is not None and self._decoding.fits(self.own_layers, max_length)
 
     def decoding_bytes(self, target: Target, batch_size: int, entries: int, max_length: int) -> int:
         """Return how many bytes a new cache and `decoding_layers` allocate."""
         shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
         cache = sum(batch_size * entries * shape.entry_bytes for shape in shapes)
-        return cache if self._fits(max_length) else cache + self._copied_bytes(max_length)
+        made = self._decoding
+        if made is None or not made.is_made_of(self.own_layers):
+            return cache + self._copied_bytes(max_length)
+        if made.max_length >= max_length:
+            return cache
+        return cache + self._copied_bytes(max_length) - self._copied_bytes(0)  # the angles alone
 
     def _copy_layers(self, max_length: int) -> CachedLayers:
         return CachedLayers(self.own_layers, self.config, self.rotary, max_length, projection=self.input_projection)

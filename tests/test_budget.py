@@ -39,7 +39,7 @@ OTHERS = {"tests": 54_700, "benchmarks": 4000}
 HABITS = {
     "functions of more than 60 lines": 6,
     "imports inside functions, outside the command line": 26,
-    "Any": 745,
+    "Any": 746,
 }
 # Files of ours that run in one round of an EAGLE-3 chain, and in one of its training steps. The goals are 8 and 5.
 JOURNEYS = {"a token": 15, "a training step": 5}

@@ -86,7 +86,6 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
         {
             "common/http_client.py": "the door",
             "distill/client.py": "openai, through the door's transport",
-            "distill/server_pool.py": "openai's errors",
             "common/server_process.py": "looks for a free port",
         },
     ),
@@ -104,6 +103,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "distill/prompt_table.py": "a file that has no name",
             "eval/reports/report.py": "what was just written as JSON",
             "formats/draft_models.py": "of a tokenizer that was loaded",
+            "lab/transplant.py": "of a tokenizer that was loaded",
             "heads/mtp_checkpoint.py": "of a config that was loaded",
             "pair/comparison.py": "a tokenizer's text, read within limits; its vocabulary alone is used",
             "scripts/quickstart.py": "what ships with Outrider",
@@ -141,7 +141,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     ),
     "tables from a stranger": (
         TABLES,
-        {"distill/tables.py": "the door", "distill/prompt_table.py": "a file that has no name"},
+        {"distill/tables.py": "the door"},
     ),
     "pickles": (PICKLES, {}),
     "a stranger's programs": (
@@ -149,6 +149,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
         {
             "targets/tokenizers.py": "the door",
             "distill/conversation.py": "response templates",
+            "lab/rl.py": "a policy's own, which its trainer has loaded",
             "targets/gguf_models.py": "tokens and merges, without patterns; what is kept of them goes through the door",
         },
     ),

@@ -445,7 +445,7 @@ def test_what_the_host_proposes_is_verified_by_replays(target, replays, name, sa
     """Rows end at different times, some want no drafts, and the next request knows what the first has taught."""
     texts = [prompt * 3 for prompt in PROMPTS]
     usual, decoder = (Decoder(target, OF_TEXT[name](), static=static) for static in (False, True))
-    for request in range(2):
+    for request in range(3):
         sampled, speculate = replace(SAMPLINGS[sampling], seed=request), [True, True, request == 0, True]
         a, b = (d.generate(texts, 40, sampled, Plan(3), speculate=speculate) for d in (decoder, usual))
         assert a.tokens == b.tokens

@@ -35,7 +35,7 @@ from outrider.train.resource_estimate import plan
 
 from ..conftest import place_of
 from ..train.conftest import losses, write_data
-from ..train.launching import Launch
+from ..train.test_launches import Launch
 
 pytestmark = pytest.mark.served
 

@@ -33,7 +33,6 @@ from .conftest import (
     assert_reads_up_to,
     assert_rounds_have,
     batch,
-    best,
     check_metrics,
     decoded_logits,
     opened,
@@ -400,7 +399,7 @@ def test_rounds_propose_what_transformers_candidate_generator_does(family, monke
     assert len(seen) > 5
     with torch.inference_mode():
         for before, candidates in seen:
-            assert proposed(opened(drafter, target, [before[:-1]]), before[-1:], family.depth, best) == [candidates]
+            assert proposed(opened(drafter, target, [before[:-1]]), before[-1:], family.depth) == [candidates]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"], indirect=True)

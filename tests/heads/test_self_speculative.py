@@ -263,8 +263,8 @@ def test_what_drafting_writes_is_what_the_verification_writes(target, plan, rows
 
     drafts = stage.draft
 
-    def draft(setup: Any, state: Any, depth: int) -> Any:
-        found = drafts(setup, state, depth)
+    def draft(setup: Any, state: Any, depth: int, *rest: Any) -> Any:
+        found = drafts(setup, state, depth, *rest)
         noted["drafted"] = written(state.cache)
         return found
 

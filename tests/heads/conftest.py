@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode import Decoder, Output, Plan
+from outrider.decode import Decoder, Output, Plan, Sampling
 from outrider.heads import Drafter, NodeSession, Proposal, Session, TargetBatch
-from outrider.heads.block.block_losses import Anchors
+from outrider.heads.block.block_losses import Anchors, decay_weights
+from outrider.heads.divergences import DIVERGENCES
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.heads.session import greedy_chain
 from outrider.targets import RowLengths, Target
@@ -214,6 +215,71 @@ def anchored(places: list[list[int]]) -> Anchors:
     found = torch.tensor(places)
     spans = tuple((min(column), max(column)) for column in zip(*places, strict=True))
     return Anchors(found, torch.ones_like(found, dtype=torch.bool), spans)
+
+
+_ANSWERS = ((0, 5, 12), (1, 3, 8))  # rows, and the places at which their answers begin and end
+
+
+def answered_twice() -> tuple[Tensor, Tensor]:
+    """Two texts, and where their answers are."""
+    tokens, supervised = sequences(2, 14), torch.zeros(2, 14, dtype=torch.bool)
+    for row, begin, end in _ANSWERS:
+        supervised[row, begin:end] = True
+    return tokens, supervised
+
+
+def loss_by_loops(
+    target: Target, drafter: Any, tokens: Tensor, block_logits: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Any, int, int]:
+    """The loss of blocks of five drafts, scored twice, on `answered_twice`; how many labels were scored, and were not.
+
+    `block_logits(target, drafter, tokens, row, place)`: a block's logits by either score, `[k, V']` each.
+    """
+    config, target_logits, kept = drafter.config, target.model(tokens).logits, drafter.token_ids
+    total, learned, dropped = 0.0, 0, 0
+    for row, begin, end in _ANSWERS:
+        sums = weights = 0.0
+        for a in range(begin, end - 1):
+            both = block_logits(target, drafter, tokens, row, a)
+            run = [j for j in range(1, 6) if a + j < end]
+            values, right = [], []
+            for j in run:
+                p, value = target_logits[row, a + j - 1][kept], 0.0
+                for logits in (one[j - 1] for one in both):
+                    known = logits.isfinite()
+                    q, label = logits.log_softmax(-1), (kept == tokens[row, a + j]).nonzero().flatten()
+                    there = bool(len(label)) and bool(known[label[0]])
+                    if config.loss == "hard_ce":
+                        value -= float(q[label[0]]) if there else 0.0
+                    else:
+                        value += float(DIVERGENCES[config.loss](p[known].log_softmax(-1)[None], q[known][None]))
+                learned, dropped = learned + there, dropped + (not there)
+                values.append(value)
+                right.append(0.5 + 0.5 * float(q[label[0]].exp()) if there else 0.5)
+            products = [torch.tensor(right[:m]).prod().item() for m in range(1, len(run) + 1)]
+            for i, value in enumerate(values):
+                fixed = float(decay_weights(5, config.gamma)[i]) if config.weighting == "decay" else 1.0
+                sums += value * (fixed if config.weighting == "decay" else sum(products[i:]))
+                weights += fixed
+        total += (end - begin) * sums / weights
+    return total, learned, dropped
+
+
+def assert_drafts_are_candidates(
+    target: Target, drafter: Drafter, plan: Plan, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that a drafter's logits leave `count` tokens at each place, in whole rounds."""
+    session_class, seen = type(opened(drafter, target, [[1]])), list[Tensor]()
+    honest = session_class.following
+
+    def watched(session: Any, *arguments: Any) -> Tensor:
+        seen.append(honest(session, *arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(session_class, "following", watched)
+    out = Decoder(target, drafter).generate([[1, 2, 3], [4]], 16, Sampling(1.0, seed=1), plan, ignore_eos=True)
+    assert len(out.tokens[0]) == 16
+    assert all((logits.isfinite().sum(-1) == count).all() for logits in seen)
 
 
 def rolled(places: list[tuple[int, int]], rows: int, size: int = 256) -> Rollouts:

@@ -9,15 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode import Decoder, Plan, Sampling
+from outrider.decode import Plan
 from outrider.heads import DFlash, DFlash2, DFlash2Config, DFlashConfig
-from outrider.heads.block.block_losses import decay_weights
 from outrider.heads.block.dflash2 import BlockConvolution
-from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions
-from .conftest import anchored, assert_rounds_have, batch, features, opened, proposed, sequences
+from .conftest import (
+    anchored,
+    answered_twice,
+    assert_drafts_are_candidates,
+    assert_rounds_have,
+    batch,
+    features,
+    loss_by_loops,
+    opened,
+    proposed,
+    sequences,
+)
 from .conftest import made as make
 
 LENGTH = 22
@@ -114,35 +123,9 @@ def test_golden_convolution(target):
 def test_the_loss_is_dflashs_and_the_selectors(target, loss, changes, weighting):
     """Written as loops; of what followed and is no candidate the selector learns nothing."""
     drafter = made(target, loss=loss, weighting=weighting, gamma=3.0, **changes).train()
-    tokens, supervised = sequences(2, 14), torch.zeros(2, 14, dtype=torch.bool)
-    supervised[0, 5:12] = supervised[1, 3:8] = True
+    tokens, supervised = answered_twice()
     found = drafter.loss(batch(target, drafter, tokens, supervised))
-    target_logits, kept, total, dropped = target.model(tokens).logits, drafter.token_ids, 0.0, 0
-    for row, begin, end in ((0, 5, 12), (1, 3, 8)):
-        sums = weights = 0.0
-        for a in range(begin, end - 1):
-            both = block_logits(target, drafter, tokens, row, a)
-            run = [j for j in range(1, 6) if a + j < end]
-            values, right = [], []
-            for j in run:
-                p, value = target_logits[row, a + j - 1][kept], 0.0
-                for logits in (one[j - 1] for one in both):
-                    known = logits.isfinite()
-                    q, label = logits.log_softmax(-1), (kept == tokens[row, a + j]).nonzero().flatten()
-                    there = bool(len(label)) and bool(known[label[0]])
-                    if loss == "hard_ce":
-                        value -= float(q[label[0]]) if there else 0.0
-                    else:
-                        value += float(DIVERGENCES[loss](p[known].log_softmax(-1)[None], q[known][None]))
-                dropped += not there
-                values.append(value)
-                right.append(0.5 + 0.5 * float(q[label[0]].exp()) if there else 0.5)
-            products = [torch.tensor(right[:m]).prod().item() for m in range(1, len(run) + 1)]
-            for i, value in enumerate(values):
-                fixed = float(decay_weights(5, 3.0)[i]) if weighting == "decay" else 1.0
-                sums += value * (fixed if weighting == "decay" else sum(products[i:]))
-                weights += fixed
-        total += (end - begin) * sums / weights
+    total, _, dropped = loss_by_loops(target, drafter, tokens, block_logits)
     assert dropped > 3
     assert_same(found.total, total)
 
@@ -182,17 +165,7 @@ def test_a_selector_that_knows_the_pairs_is_always_right(target):
 @pytest.mark.parametrize("plan", [Plan(5), Plan(4, 3, 9)], ids=["chain", "tree"])
 def test_drafts_are_candidates_alone(target, plan, monkeypatch):
     drafter = made(target, selector_top_k=3)
-    session_class, seen = type(opened(drafter, target, [[1]])), []
-    honest = session_class.following
-
-    def watched(session, *arguments):
-        seen.append(honest(session, *arguments))
-        return seen[-1]
-
-    monkeypatch.setattr(session_class, "following", watched)
-    out = Decoder(target, drafter).generate([[1, 2, 3], [4]], 16, Sampling(1.0, seed=1), plan, ignore_eos=True)
-    assert len(out.tokens[0]) == 16
-    assert all((logits.isfinite().sum(-1) == 3).all() for logits in seen)
+    assert_drafts_are_candidates(target, drafter, plan, 3, monkeypatch)
 
 
 def test_a_target_in_bfloat16_has_the_same_candidates_in_training(tiny_llama):

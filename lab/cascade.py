@@ -196,7 +196,7 @@ class GuessedSession(NodeSession):
     def __init__(self, statistical: TextSession, model: ChainReader):
         super().__init__(model.session.output_ids)
         self.statistical, self.reader = statistical, model
-        self.chains: list[_Chain] = []  # of each row in this round; [] between rounds
+        self.chains: list[_GuessedRow] = []  # of each row in this round; [] between rounds
         self.logits = torch.empty(0)  # after all that the model has read in this round, `[B, R, V']`
         self.room = 0  # guesses that it may still read
 
@@ -225,7 +225,7 @@ class GuessedSession(NodeSession):
         return nodes.clamp(min=-1)
 
     def prefill(self, root: Tensor) -> Tensor:
-        self.chains = [_Chain([token]) for token in root.tolist()]
+        self.chains = [_GuessedRow([token]) for token in root.tolist()]
         self.logits = root.new_zeros(len(root), 0, 0)
         self.room = _GUESSES
         return self._next(root.device)[:, 0]
@@ -267,7 +267,7 @@ class GuessedSession(NodeSession):
 
 
 @dataclass
-class _Chain:
+class _GuessedRow:
     """One row's root and drafts, and where the model has read each."""
 
     tokens: list[int]

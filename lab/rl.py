@@ -1,6 +1,6 @@
 """Rollouts of a policy in training, drafted without changing the run: for TRL's `GRPOTrainer`, and for other loops.
 
-    rollouts = Rollouts(model, tokenizer, Suffix(SuffixConfig(max_tokens=200_000)), max_new_tokens=256)
+    rollouts = PolicyRollouts(model, tokenizer, Suffix(SuffixConfig(max_tokens=200_000)), max_new_tokens=256)
     GRPOTrainer(model, ..., rollout_func=rollouts.for_trl)
 
 Tokens are drawn by the coupled rule, from noise that belongs to their places: completions do not depend on the drafter,
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,6 +30,7 @@ from ..targets import Target
 
 _FORGET = 0.7  # of a depth's seconds a token, per rollout: a policy that moves is drafted for better or worse
 _TRY_AGAIN = 12  # rollouts until a depth that was slower is tried again; doubled each time that it loses
+_STEPS_APART = 2**32  # of a step's seed and the next one's
 _ROWS = 2**32  # of a part of a step, at most: each has numbers of its own
 _KEPT = 64  # rollouts that are remembered
 _GAIN = 1.02  # below which a depth is not worth a change
@@ -88,7 +88,7 @@ class Rollout:
     depth: int
 
 
-class Rollouts:
+class PolicyRollouts:
     """Completions of a policy whose weights change between calls.
 
     Args:
@@ -126,7 +126,7 @@ class Rollouts:
         if not prompts:
             raise BadInputError("rollout: there are no prompts.")
         depth = self.choice.next()
-        sampling = _seeded(self.sampling, step)
+        sampling = replace(self.sampling, seed=self.sampling.seed + step * _STEPS_APART)
         rule = "auto" if sampling.greedy else "coupled"
         began = time.perf_counter()
         with _evaluating(self.target.model):
@@ -148,7 +148,7 @@ class Rollouts:
         tokens = pad_sequence(rows, batch_first=True)  # [B, T]
         last = self.target.forward(tokens, logits=False).last[:, :-1]
         logits = self.target.lm_head(last).float() / (self.sampling.temperature or 1.0)
-        chosen = _chosen(logits, tokens[:, 1:])  # [B, T − 1]
+        chosen = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]  # [B, T − 1]
         ends = [len(prompt) - 1 for prompt in prompts]
         return [
             row[end : end + len(completion)].tolist()
@@ -189,15 +189,6 @@ class Rollouts:
         if isinstance(prompt, str):
             return list(tokenizer(prompt)["input_ids"])
         return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template))
-
-
-def _chosen(logits: Tensor, tokens: Tensor) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-
-
-def _seeded(sampling: Sampling, step: int) -> Sampling:
-    """Return the sampling of a step: other noise than every other step's."""
-    return replace(sampling, seed=sampling.seed + (step << 32))
 
 
 @contextmanager

@@ -22,11 +22,12 @@ def transplant(
     from ..common.atomic import replacing_folder
     from ..common.locks import locked
     from ..targets import Target
+    from ..targets.config_only import config_only_target
     from .transplant import transplant as transplanted
 
     with locked(out):
         require_new(out, "the draft model")
-        theirs = Target.load(target, device="cpu")
+        theirs = config_only_target(target)
         own = Target.load(model, dtype="float32", device="cpu")
         changed, shared = transplanted(own.model, own.require_tokenizer(), theirs)
         with replacing_folder(out) as building:

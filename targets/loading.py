@@ -205,12 +205,14 @@ def target_path(path: str) -> str:
     Raises the errors of `gguf_models.converted`, and BadInputError for a name whose model was not fetched.
     """
     path = split_shape(path)[0]
+    if path == EMBEDDED:
+        return str(embedded_path())
     if path in PUBLISHED:
         return PUBLISHED[path]
     if path in FETCHED:
         return str(fetched_folder(path))
     file = gguf_in(path)
-    return str(embedded_path()) if path == EMBEDDED else path if file is None else str(converted(file))
+    return path if file is None else str(converted(file))
 
 
 def source_of(path: str, revision: str | None, adapter: str | None = None) -> dict[str, str | None]:

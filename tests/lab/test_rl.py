@@ -13,7 +13,7 @@ import torch
 from outrider.common import BadInputError
 from outrider.decode import Sampling
 from outrider.heads import Suffix, SuffixConfig
-from outrider.lab.rl import DepthChoice, Rollouts
+from outrider.lab.rl import DepthChoice, PolicyRollouts
 from outrider.targets import Target
 
 from ..closeness import assert_same, terms
@@ -46,8 +46,8 @@ def test_a_policy_that_moves_writes_the_same_with_drafts_and_without(policy, tem
     sampling = Sampling(temperature=temperature, seed=3)
     plain_model = policy.model
     model = copy.deepcopy(plain_model)
-    plain = Rollouts(plain_model, policy.tokenizer, sampling=sampling, max_new_tokens=24)
-    drafted = Rollouts(model, policy.tokenizer, suffix(), sampling, max_new_tokens=24, depths=(4,))
+    plain = PolicyRollouts(plain_model, policy.tokenizer, sampling=sampling, max_new_tokens=24)
+    drafted = PolicyRollouts(model, policy.tokenizer, suffix(), sampling, max_new_tokens=24, depths=(4,))
     for step in range(4):
         one, other = plain.rollout(PROMPTS, step), drafted.rollout(PROMPTS, step)
         assert other.completions == one.completions
@@ -59,14 +59,14 @@ def test_a_policy_that_moves_writes_the_same_with_drafts_and_without(policy, tem
 
 
 def test_each_step_and_each_place_has_noise_of_its_own(tiny_target):
-    rollouts = Rollouts(tiny_target.model, tiny_target.tokenizer, max_new_tokens=9)
+    rollouts = PolicyRollouts(tiny_target.model, tiny_target.tokenizer, max_new_tokens=9)
     texts = [tuple(tokens) for step in range(4) for tokens in rollouts.rollout(PROMPTS[:1] * 3, step).completions]
     assert len(set(texts)) == len(texts)
 
 
 def test_log_probabilities_are_those_of_the_librarys_model(tiny_target):
     model = tiny_target.model.double()
-    rollouts = Rollouts(model, tiny_target.tokenizer, sampling=Sampling(temperature=0.7), max_new_tokens=9)
+    rollouts = PolicyRollouts(model, tiny_target.tokenizer, sampling=Sampling(temperature=0.7), max_new_tokens=9)
     found = rollouts.rollout(PROMPTS, step=1)
     assert found.logprobs is not None
     for prompt, tokens, values in zip(PROMPTS, found.completions, found.logprobs, strict=True):
@@ -77,7 +77,7 @@ def test_log_probabilities_are_those_of_the_librarys_model(tiny_target):
 
 
 def test_the_mode_of_the_policy_is_given_back_even_after_a_failure(tiny_target):
-    rollouts = Rollouts(tiny_target.model.train(), tiny_target.tokenizer)
+    rollouts = PolicyRollouts(tiny_target.model.train(), tiny_target.tokenizer)
     with pytest.raises(BadInputError):
         rollouts.rollout([[]], step=0)
     assert tiny_target.model.training
@@ -113,7 +113,7 @@ def test_drafts_that_never_pay_are_left_out_even_if_the_first_plain_rollout_was_
 
 
 def test_each_process_and_each_call_of_a_step_has_noise_of_its_own(tiny_target):
-    rollouts = Rollouts(tiny_target.model, tiny_target.tokenizer, max_new_tokens=9)
+    rollouts = PolicyRollouts(tiny_target.model, tiny_target.tokenizer, max_new_tokens=9)
     texts = [tuple(rollouts.rollout(PROMPTS[:1], 0, part=part).completions[0]) for part in range(4)]
     assert len(set(texts)) == 4
 
@@ -124,7 +124,7 @@ def test_settings_of_a_trainer_that_draw_otherwise_are_refused(tiny_target, sett
     values |= {"max_completion_length": 9, "chat_template_kwargs": None}
     values[setting] = 3
     trainer = SimpleNamespace(args=SimpleNamespace(**values), tools=None)
-    rollouts = Rollouts(tiny_target.model, tiny_target.tokenizer, max_new_tokens=9)
+    rollouts = PolicyRollouts(tiny_target.model, tiny_target.tokenizer, max_new_tokens=9)
     with pytest.raises(BadInputError, match=f"GRPOConfig has {setting}=3"):
         rollouts.for_trl(["text"], trainer)
 
@@ -144,7 +144,7 @@ def grpo(trl: Any, model: Any, tokenizer: Any, drafter: Suffix | None, folder: P
     """Return the weights after a few steps of GRPO whose reward is how many different tokens a completion has."""
     from datasets import Dataset
 
-    rollouts = Rollouts(model, tokenizer, drafter, Sampling(temperature=1.0), max_new_tokens=16, depths=(3,))
+    rollouts = PolicyRollouts(model, tokenizer, drafter, Sampling(temperature=1.0), max_new_tokens=16, depths=(3,))
     settings = trl.GRPOConfig(
         output_dir=str(folder),
         max_steps=4,

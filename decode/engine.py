@@ -23,6 +23,7 @@ from ..common import BadInputError
 from ..common.errors import LIBRARY_ERRORS, IncompatibleError, NotFiniteError, reason
 from ..common.machine import clock
 from ..heads import Abilities, Drafter, NoDraftSession, Session
+from ..heads.session import model_drafts
 from ..targets import RowLengths, Target
 from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
 from ..targets.images import ImageInputs
@@ -33,7 +34,7 @@ from .nonfinite import NonFiniteTracer
 from .plan import Plan
 from .proposal_check import ProposalCheck
 from .rng import Seed, seed_on
-from .round import PendingRound, RoundRow, RoundSetup, RoundState, first_tokens, model_drafts, propose, step
+from .round import PendingRound, RoundRow, RoundSetup, RoundState, first_tokens, propose, step
 from .sampling import Keys, Processors, SamplerConfig, Sampling
 from .static_batch import StaticBatch, StaticBatches
 from .stats import DecodeStats, Output, Round, Seconds, StreamEvent
@@ -394,7 +395,7 @@ class Run:
         ids = None if session.model is None else session.model.output_ids
         if ids is None:
             return
-        least, most = (int(ids.min()), int(ids.max())) if len(ids) else (-1, -1)
+        least, most = torch.stack(ids.aminmax()).tolist() if len(ids) else (-1, -1)  # one wait for the device
         if least >= 0 and most < self.target.vocab_size:
             return
         found = f"tokens from {least} to {most}" if len(ids) else "empty"

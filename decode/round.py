@@ -237,11 +237,6 @@ def propose(setup: RoundSetup, session: Session, root: Tensor, depth: int) -> Pr
     return proposal
 
 
-def model_drafts(proposal: Proposal | None, rows: int) -> bool:
-    """Return whether a session's model drafts beside such a proposal: not for a single row that has tokens."""
-    return proposal is None or rows > 1 or not proposal.tokens.shape[1]
-
-
 def step(
     setup: RoundSetup,
     state: RoundState,
@@ -284,7 +279,7 @@ def no_draft(root: Tensor) -> Draft:
 
 
 def draft(setup: RoundSetup, state: RoundState, depth: int, with_model: bool = True) -> Draft:
-    """Draft up to `depth` tokens after the root, in the plan's shape if the session can.
+    """Return a draft of up to `depth` tokens after the root, in the plan's shape if the session can.
 
     A static tree that the context's end cuts becomes a chain: all rules for static trees judge chains, too.
     """
@@ -314,7 +309,7 @@ def draft(setup: RoundSetup, state: RoundState, depth: int, with_model: bool = T
 def _draft_chain(
     setup: RoundSetup, state: RoundState, session: NodeSession, root: Tensor, depth: int, sampler: DraftSampler
 ) -> Draft:
-    """Draft a chain of up to `depth` tokens after `root` `[B]`: the text part's first, then those of the session."""
+    """Return a chain of up to `depth` tokens after `root` `[B]`: the text part's first, then those of the session."""
     chain = _Chain(sampler, setup.plan.confidence, state.proposal)
     session.round_depth = depth
     logits = session.prefill(root)

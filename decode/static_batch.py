@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..heads import Drafter, NoDraftSession, Proposal, Session
+from ..heads.session import model_drafts
 from ..targets import RaggedCache, Target
 from ..targets.weights import module_versions, weight_versions
 from .round import (
@@ -28,7 +29,6 @@ from .round import (
     RoundRow,
     RoundSetup,
     RoundState,
-    model_drafts,
     propose,
     step,
     update_session,

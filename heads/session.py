@@ -79,7 +79,7 @@ class Proposal:
         return cls(tokens, real, tokens.shape[1])
 
     def spread(self, rows: list[int], batch_size: int, size: int) -> Proposal:
-        """Return it for a batch of `batch_size`, padded to `size` tokens; its own rows become `rows`."""
+        """Return this proposal for a batch of `batch_size`, padded to `size` tokens; its own rows become `rows`."""
 
         def placed(values: Tensor, filled: int) -> Tensor:
             wide = values.new_full((batch_size, size), filled)
@@ -92,7 +92,7 @@ class Proposal:
         return Proposal(tokens, real, self.depth, placed(self.parents, -1), placed(self.read, -1))
 
     def rebound(self, change: Callable[[Tensor], Tensor]) -> Proposal:
-        """Return it with every tensor replaced by what `change` makes of it, in a fixed order."""
+        """Return this proposal with every tensor replaced by what `change` makes of it, in a fixed order."""
         parents = None if self.parents is None else change(self.parents)
         read = None if self.read is None else change(self.read)
         return Proposal(change(self.tokens), change(self.real), self.depth, parents, read)
@@ -177,8 +177,15 @@ class Session(ABC):
 
 
 def handed(session: Session, tensor: Tensor) -> Tensor:
-    """Return a tensor for a session to read: a copy for one of another package, which may write into it."""
-    return tensor if type(session).__module__.startswith("outrider.") else tensor.clone()
+    """Return a tensor for a session to read: a copy if it, or a part of it, is another package's and may write."""
+    parts = [part for part in (session, session.text, session.model) if part is not None]
+    ours = all(type(part).__module__.startswith("outrider.") for part in parts)
+    return tensor if ours else tensor.clone()
+
+
+def model_drafts(proposal: Proposal | None, rows: int) -> bool:
+    """Return whether a session's model drafts beside such a proposal: not for a single row that has tokens."""
+    return proposal is None or rows > 1 or not proposal.tokens.shape[1]
 
 
 class NoDraftSession(Session):
@@ -293,7 +300,7 @@ def greedy_chain(session: Session, root: Tensor, depth: int) -> Proposal:
     if not isinstance(session, NodeSession):
         assert copied is not None, f"{type(session).__name__} drafts nothing"
         return copied
-    if copied is not None and len(root) == 1 and copied.tokens.shape[1]:
+    if copied is not None and not model_drafts(copied, len(root)):
         session.pass_over(root)
         return copied
     session.round_depth = depth

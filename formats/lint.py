@@ -63,7 +63,10 @@ class TargetFacts:
         """Return the facts of the target in this folder; None if it is not on this machine."""
         if path is None or not str(path):
             return None
-        folder = Path(target_path(str(path))).expanduser()
+        try:
+            folder = Path(target_path(str(path))).expanduser()
+        except BadInputError:  # a name whose model was not fetched
+            return None
         if not (folder / "config.json").is_file():
             return None
         config = read_json(folder / "config.json")
@@ -467,7 +470,7 @@ def _offsets(d2t: Tensor, t2d: Tensor | None, vocab: int, kept: int) -> Findings
 
 
 def _are_ids(ids: Tensor, t2d: Tensor | None, vocab: int) -> bool:
-    """Tell whether d2t holds ids: those of t2d, or without one such as ascend.
+    """Return whether d2t holds ids: those of t2d, or without one such as ascend.
 
     Offsets of a sorted vocabulary stay the same from one token to its neighbour; ids never do.
     """

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The first half hour on a GPU: ./benchmarks/gpu.sh [--out FOLDER] [--tiny] [--model MODEL] [--heads FOLDER] [--wheels FOLDER]
+# The first half hour on a GPU: ./benchmarks/gpu.sh [--out FOLDER] [--tiny] [--heads FOLDER] [--wheels FOLDER]
 # [STEP…]
 #
 # Each step ends in a file of the output folder ($OUT, or build/gpu); a step whose file is there is skipped, so the same
 # call goes on where the last one was cut off. A step that fails or runs past its limit leaves NAME.failed, and the
 # others go on. Last comes summary.md: what failed, and the tables. --tiny runs all of it at small shapes, on a CPU if there is no GPU.
-# --model is the target for which `candidates` tries every way of running passes. --heads holds drafters that were
-# trained for the embedded target before, as eagle1/drafter and eagle3/drafter: `real-size` races them.
+# --heads holds drafters that were trained for the embedded target before, as eagle1/drafter and eagle3/drafter:
+# `real-size` races them.
 #
 # Targets are the one that ships with Outrider, grown into the shapes of real models (`outrider lab grow`), and so is the
 # head that is trained for it first: texts and accepted drafts are real. Nothing is downloaded.
@@ -19,22 +19,20 @@ set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 out=${OUT:-$root/build/gpu}
-tiny="" wheels="" heads="" model=embedded@8b wanted=()
+tiny="" wheels="" heads="" wanted=()
 while [ $# -gt 0 ]; do
     case $1 in
         --out) out=$2 && shift ;;
         --wheels) wheels=$2 && shift ;;
-        --model) model=$2 && shift ;;
         --heads) heads=$(cd "$2" && pwd) || exit 2 && shift ;;
         --tiny) tiny=1 ;;
-        -*) echo "gpu.sh: unknown option $1 (known: --out, --tiny, --model, --heads, --wheels)" >&2 && exit 2 ;;
+        -*) echo "gpu.sh: unknown option $1 (known: --out, --tiny, --heads, --wheels)" >&2 && exit 2 ;;
         *) wanted+=("$1") ;;
     esac
     shift
 done
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-[ -d "$model" ] && model=$(cd "$model" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -72,7 +70,6 @@ llama=(--target embedded@8b) qwen=(--target embedded@qwen3-8b) floor=() numbers=
 context=(--context 1024 8192) lengths=(--lengths 1024 2048 4096) chunks=() suite=() repeats=() quick=(--limit 4) interpret=0
 few=() draft=(--draft-like 1b) learn=("output=$out/head")
 if [ -n "$tiny" ]; then
-    [ "$model" = embedded@8b ] && model=embedded
     small=(hidden_size=512 num_hidden_layers=12 intermediate_size=1024 vocab_size=4352)
     llama+=(--shape "${small[@]}") qwen+=(--shape "${small[@]}") floor=(--bytes 1000000) numbers=(--dtypes float32)
     context=(--context 160) lengths=(--lengths 32 --rows 2) chunks=(--chunks 16 512) draft=()
@@ -97,7 +94,6 @@ real=(--draft-vocab 32000 --limit 4 --max-new-tokens 96 --repeats 1 --cost-turns
         "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-llama.json.part"
     step passes-qwen3 300 passes-qwen3.json $(bench passes) "${qwen[@]}" "${context[@]}" \
         "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-qwen3.json.part"
-    step candidates 300 candidates.txt "$python" -m outrider.targets.fast "$model"
     step head 420 head.txt "$python" -m outrider.train embedded-eagle3 "${learn[@]}"
     # What was fastest there runs the decoder's passes: trying all ways again would take each step minutes.
     runner=(--runner "$("$python" -c '
@@ -121,11 +117,9 @@ print(min((n for n in runners if "passes" in runners[n]), key=lambda n: sum(p["s
     step decode-qwen3 420 decode-qwen3.json $(bench decode) "${qwen[@]}" "${context[@]:0:2}" "${decoding[@]}" \
         --out "$out/decode-qwen3.json.part"
     step tests 420 tests.txt "$python" -m pytest -q -n 4 -m gpu tests/targets/fast tests/targets/test_split_attention.py \
-        tests/decode/test_static.py tests/decode/test_rng.py tests/heads/test_liger.py
+        tests/decode/test_static.py tests/decode/test_rng.py tests/lab/test_liger.py
     step identity 300 identity.json $(bench identity) --drafter ngram --suites code "${suite[@]}" \
         --out "$out/identity.json.part"
-    step compiled 420 compiled.json $(bench passes) "${llama[@]}" "${context[@]:0:2}" "${repeats[@]}" \
-        "${floor[@]}" --runners compiled --out "$out/compiled.json.part"
 }
 for file in "$out"/*.failed "$out"/*.log; do
     [ -e "$file" ] || continue

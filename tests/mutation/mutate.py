@@ -61,7 +61,7 @@ MODULES = {
             "tests/decode/test_conformance.py",
             "tests/decode/test_static.py",
             "tests/decode/test_blocks.py",
-            "tests/heads/test_lookahead.py",
+            "tests/lab/test_lookahead.py",
         ),
     ),
     "session": Module(

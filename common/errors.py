@@ -71,6 +71,11 @@ else:
         return ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust broke off; such libraries do not export the error."""
+    return type(error).__name__ == "PanicException"
+
+
 def reason(error: Exception) -> str:
     """Return the message of a library's error in one line, cut after 200 characters: some list all known values."""
     said = f"{type(error).__name__}: {' '.join(str(error).split())}"

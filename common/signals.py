@@ -21,11 +21,12 @@ Handler = Callable[[int], None]
 # In the order of how common they are; Windows knows the first two.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 STOPPING = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+SIGPIPE = getattr(signal, "SIGPIPE", 13)  # ends a command whose output is not read any more; Windows has none
 # Seconds in which a repeated signal is an echo of the first.
 ECHO = {signal.SIGINT: 1.0}
 _LONG_ECHO = 5.0
 PATIENCE = 10  # seconds in which a request must be heard, or a library's call does not return
-_HEARD, _PATIENT = 0, 128  # what is told to the watcher, beside the numbers of signals
+_HEARD, _PATIENT = 0, 128  # sent to the watcher, beside the numbers of signals
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _pipe: int | None = None  # to the watcher

@@ -12,7 +12,6 @@ import io
 import logging
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +21,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from .errors import OutriderError
-from .signals import StoppedError
+from .signals import SIGPIPE, StoppedError
 
 # C0 and C1 controls but for tab and line feed, what turns the direction of text, halves of surrogates, and what XML
 # cannot hold.
@@ -62,7 +61,7 @@ class VisibleConsole(Console):
             yield segment if segment.control else Segment(_shown(segment.text), segment.style)
 
 
-class _Output(io.TextIOWrapper):
+class _Stream(io.TextIOWrapper):
     """stdout or stderr of a command. A letter that its encoding lacks is written as an escape.
 
     A stdout that cannot be written is no finding, and no fault: it ends the command by a sentence, or as SIGPIPE does
@@ -93,7 +92,7 @@ class _Output(io.TextIOWrapper):
         if self.fileno() != 1:
             return
         if error.errno == errno.EPIPE:
-            raise StoppedError(number=getattr(signal, "SIGPIPE", 13)) from None
+            raise StoppedError(number=SIGPIPE) from None
         raise OutriderError(f"stdout cannot be written ({error.strerror}). Write to another place.") from None
 
 
@@ -108,7 +107,7 @@ def open_output() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
     sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115 (it lives as long as the process)
-    sys.stdout, sys.stderr = (_Output(number, given) for number, given in ((1, sys.stdout), (2, sys.stderr)))
+    sys.stdout, sys.stderr = (_Stream(number, given) for number, given in ((1, sys.stdout), (2, sys.stderr)))
     columns = os.environ.get("COLUMNS", "1")
     if not columns.isdecimal() or int(columns) == 0:  # a terminal of unknown size, on which rich would print nothing
         del os.environ["COLUMNS"]

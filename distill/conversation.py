@@ -365,11 +365,8 @@ def _given_rows(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, ending: Sequ
 
 def _without_end(tokens: list[int], mask: list[int], ending: Sequence[int]) -> Supervised:
     """Return a row whose last answer ends before its end tokens."""
-    places = [place for place, learnt in enumerate(mask) if learnt]
-    while places and tokens[places[-1]] in ending:
-        places.pop()
-    last = places[-1] if places else -1
-    return tokens[: last + 1], mask[: last + 1]
+    end = max((i + 1 for i, learnt in enumerate(mask) if learnt and tokens[i] not in ending), default=0)
+    return tokens[:end], mask[:end]
 
 
 def _num_answers(mask: Sequence[int], whole: Sequence[int] = ()) -> int:

@@ -188,12 +188,12 @@ def check_forward(whole: Target, row: EngineRow) -> None:
             "order of taps" if nearest in layers else "layer numbering",
             f"what is named hidden_states[{layer}] is hidden_states[{nearest}].",
         )
-        require(
-            _is_rounding(apart[layer], room),
-            "another checkpoint",
-            f"hidden_states[{layer}] differs from a plain forward of target.path by {own:.1e} (relative, in the "
-            f"median; {room:g} is rounding), at {int((apart[layer] > room).sum())} positions.",
-        )
+        if not _is_rounding(apart[layer], room):
+            raise UntrustedStatesError(
+                "another checkpoint",
+                f"hidden_states[{layer}] differs from a plain forward of target.path by {own:.1e} (relative, in the "
+                f"median; {room:g} is rounding), at {int((apart[layer] > room).sum())} positions.",
+            )
     normed = whole.final_norm(row.states[:, -1].to(whole.device)).float().cpu()
     is_same = _is_rounding(_apart(normed, out.last[0].float().cpu()), room)
     require(is_same, "another checkpoint", "the last states differ from a plain forward of target.path.")
@@ -203,12 +203,12 @@ def check_same(row: EngineRow, trusted: Tensor) -> None:
     """Refuse a row whose states are not those `[T, K + 1, H]` of an engine that is trusted, but for rounding."""
     room = STATE_TOLERANCE[row.states.dtype]
     apart = _apart(row.states.float(), trusted.float())  # [T, K + 1]
-    require(
-        all(_is_rounding(tap, room) for tap in apart.unbind(1)),
-        "another checkpoint",
-        "they differ from those that another engine, or an earlier start of this one, had for these tokens by "
-        f"{float(apart.median(dim=0).values.max()):.1e} (relative, in the median; {room:g} is rounding).",
-    )
+    if not all(_is_rounding(tap, room) for tap in apart.unbind(1)):
+        raise UntrustedStatesError(
+            "another checkpoint",
+            "they differ from those that another engine, or an earlier start of this one, had for these tokens by "
+            f"{float(apart.median(dim=0).values.max()):.1e} (relative, in the median; {room:g} is rounding).",
+        )
 
 
 def _is_rounding(apart: Tensor, room: float) -> bool:

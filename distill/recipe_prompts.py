@@ -28,7 +28,7 @@ from ..targets.images import ImageReader, PromptImage, insert_images
 from .conversation import RefusedChatError, render
 from .dataset_formats import LONGEST_TEXT, Row, RowError, RowPrompt, num_images, question_digests, understand
 from .prompt_table import Prompt, PromptTable
-from .sources import EMBEDDED, Reservoir, as_specs, images_folder, rows_of, some_of_each, title
+from .sources import EMBEDDED, Reservoir, as_specs, images_folder, in_turn, rows_of, some_of_each, title
 
 MOST_SHOWN = 100  # malformed rows of a source
 ACCEPTABLE = 0.02  # share of a source's rows that may be dropped without a warning
@@ -277,7 +277,7 @@ def collect(
         reader = _Reader(tokenizer, reading)
         streams = [reader.read(*source) for source in zip(rows, specs, counts, strict=True)]
         weighted = any(spec.weight is not None for spec in specs)
-        mixture = _weighted(streams, [spec.weight or 1.0 for spec in specs]) if weighted else _in_turn(streams)
+        mixture = _weighted(streams, [spec.weight or 1.0 for spec in specs]) if weighted else in_turn(streams)
         found = Collection(PromptTable(islice(mixture, limit), reading.template, folder), counts)
         if size is None or limit is None or len(found.prompts) == limit or not any(r.is_spent for r in cut):
             return found
@@ -474,18 +474,6 @@ class _Reader:
             self.repeated[first] = self.repeated.get(first, 1) + 1
             unique = f"{first}#{self.repeated[first]}"
         return unique
-
-
-def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:
-    """Yield one from each stream, again and again, until all have ended."""
-    alive = list(streams)
-    while alive:
-        for stream in list(alive):
-            prompt = next(stream, None)
-            if prompt is None:
-                alive.remove(stream)
-            else:
-                yield prompt
 
 
 def _weighted(streams: Sequence[Iterator[Prompt]], weights: Sequence[float]) -> Iterator[Prompt]:

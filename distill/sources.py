@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from ..common import BadInputError
 from ..common.errors import first_line
 from ..common.safe_load import (
-    FileLimits,
     Unreadable,
     decoded,
     parse_json,
@@ -39,7 +38,6 @@ T = TypeVar("T")
 
 _TIMES_STREAMED, _LEAST_STREAMED = 100, 10_000  # rows of a Hub data set, from which a sample is drawn
 _TRIED = 10  # rows of a source that are understood before anything is loaded
-_TABLE = FileLimits(infinite=True)
 _SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # what `save_to_disk` writes beside the rows
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 _NONDESCRIPT = {"question", "questions", "data", "prompts", *_SPLITS}
@@ -150,6 +148,18 @@ def some_of_each(items: Sequence[T], limit: int | None, kind: Callable[[T], str]
         placed.append((ranks[kind(item)], place))
         ranks[kind(item)] += 1
     return [items[place] for place in sorted(place for _, place in sorted(placed)[:limit])]
+
+
+def in_turn(streams: Iterable[Iterable[T]]) -> Iterator[T]:
+    """Yield one from each stream, again and again, until all have ended."""
+    alive = list(map(iter, streams))
+    while alive:
+        for stream in list(alive):
+            item = next(stream, None)
+            if item is None:
+                alive.remove(stream)
+            else:
+                yield item
 
 
 def images_folder(source: SourceSpec) -> Path | None:

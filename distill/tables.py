@@ -14,7 +14,7 @@ import pyarrow.parquet
 from ..common.safe_load import MEGABYTE, FileLimits, parse_json
 
 _AT_ONCE = 32  # rows that are held
-_MOST_ROWS = 20  # for each byte of a file: more of them say nothing
+_MOST_ROWS = 20  # for each byte of a file: more of them are empty
 _LONGEST_ROW = 32 * MEGABYTE  # as JSON
 _LIMITS = FileLimits(infinite=True)
 
@@ -22,7 +22,7 @@ _LIMITS = FileLimits(infinite=True)
 def table_rows(file: Path) -> Iterator[Any]:
     """Yield the rows of a Parquet file, or of an Arrow file, which may be a stream or one with an index.
 
-    ValueError says why it cannot.
+    Raises ValueError where it cannot be read.
     """
     try:
         for batch in _batches(file):
@@ -39,8 +39,8 @@ def num_parquet_rows(file: Path) -> int:
 
 def _batches(file: Path) -> Iterator[pyarrow.RecordBatch]:
     if file.suffix == ".parquet":
-        num_parquet_rows(file)
         opened = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=MEGABYTE)
+        _require_few(opened.metadata.num_rows, file)
         yield from opened.iter_batches(_AT_ONCE, use_threads=False)
         return
     with pyarrow.memory_map(str(file)) as mapped:

@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -32,6 +30,7 @@ from ..costs.counting import pass_bytes
 from ..costs.machine_speed import device_bandwidth, probe_bytes
 from ..costs.timing import threads
 from ..decode import Decoder, Plan, Sampling, Tree
+from ..distill.sources import in_turn
 from ..heads import Drafter, DrafterConfig, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
@@ -47,10 +46,9 @@ from .reports.figures import (
     PromptRecord,
 )
 from .reports.report import DEFINITIONS, ENERGY, Conditions, ContestantInfo, Report, SuiteInfo
-from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
+from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, usual_job, with_later_turns
 from .summary import summarise, summarise_groups
 
-Part = TypeVar("Part")
 PLAIN, GENERATE = "plain", "transformers.generate"
 _CHECKED = 8  # prompts by which the verification is checked
 _SHOWN, _SHOWN_TOKENS = 2, 512  # of the best and of the worst prompts, whose texts a report keeps
@@ -102,7 +100,9 @@ def measure(
     if all(c.drafter is not None for c in entrants):
         entrants.append(Contestant(PLAIN, None, Plan(depth=0)))
     settings = sampled_settings(target, settings)
-    jobs = make_jobs(suites, settings.limit) if until is None else _in_turn(suites, settings.limit)
+    jobs = make_jobs(suites, settings.limit)
+    if until is not None:  # so that any first part holds some of all
+        jobs = list(in_turn(make_jobs([suite], settings.limit) for suite in suites))
     _check(target, entrants, jobs, settings)
     racers: list[Racer[PromptJob, TimedCompletion]] = [(racer or DecoderRacer)(target, c, settings) for c in entrants]
     if generate_baseline:
@@ -135,12 +135,6 @@ def measure(
         batches=batches,
         records=done.records,
     )
-
-
-def _in_turn(suites: Sequence[Suite], limit: int | None) -> list[PromptJob]:
-    """Return the prompts of each suite in turn, so that any first part holds some of all."""
-    per_suite = [make_jobs([suite], limit) for suite in suites]
-    return [job for job in chain(*zip_longest(*per_suite)) if job is not None]
 
 
 @dataclass
@@ -187,7 +181,7 @@ class _Measurement:
             return
         repeats = self.settings.repeats
         answers = turns * len(self.racers) * len(self.temperatures) * repeats
-        usual = sorted(jobs, key=lambda job: job.length)[len(jobs) // 2]
+        usual = usual_job(jobs)
         own = next(racer for racer in reversed(self.racers) if racer.name != GENERATE)
         pace = own(usual, self.temperatures[0]).seconds["total"]
         times = "once" if repeats == 1 else f"{repeats} times"
@@ -218,7 +212,7 @@ class _Measurement:
                     yield f"{entrant.name} at temperature {t:g}: {found}"
 
     def race(self, jobs: list[PromptJob]) -> _Raced:
-        """Let all contestants complete the prompts in turns, at each temperature; as many as fit the time."""
+        """Return the records of all contestants, which complete the prompts in turns, as many as fit the time."""
         repeats = self.settings.repeats
         first = jobs[:1] if self.until is None else [min(jobs, key=lambda job: job.length)]
         if self.target.device.type == "cuda":  # what is captured for the longest prompt serves the others

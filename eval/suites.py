@@ -235,6 +235,11 @@ class PromptJob:
         return self.prompt.id if self.turn == 1 else f"{self.prompt.id}, turn {self.turn}"
 
 
+def usual_job(jobs: Sequence[PromptJob]) -> PromptJob:
+    """Return a prompt of median length."""
+    return sorted(jobs, key=lambda job: job.length)[len(jobs) // 2]
+
+
 def make_jobs(suites: Sequence[Suite], limit: int | None = None) -> list[PromptJob]:
     """Return at most `limit` prompts of each suite, suite by suite."""
     return [_job(s.name, p) for s in suites for p in s.some(limit)]

@@ -43,7 +43,7 @@ from .measure import suite_info
 from .reports.advice import collapse
 from .reports.figures import Interval, Ratio
 from .reports.statistics import Bootstrap, strata_of
-from .suites import PromptJob, Suite, check_lengths, make_jobs
+from .suites import PromptJob, Suite, check_lengths, make_jobs, usual_job
 from .tuning_record import BatchTuning, Candidate, CostRecord, Tuning, plan_words, print_batch
 
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -108,7 +108,7 @@ def tune(
 def _announcement(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec, sizes: int, fusions: int) -> str:
     """Return what will be done, and for about how long: by one answer of the plain target, the second of two."""
     plain = BatchRacer("plain", Decoder(target), Plan(0), settings)
-    usual = sorted(jobs, key=lambda job: job.length)[len(jobs) // 2]
+    usual = usual_job(jobs)
     answers = [plain([usual], float(settings.temperatures[0])) for _ in range(2)]
     measured = 2 * _RACING + 2 + (_RACING if fusions else 0)  # plans in a race, the plain one and a controller's too
     timed = _TIMED_GROUPS * (len(_TIMED_DEPTHS) + 2) * (2 + fusions)

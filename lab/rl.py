@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from ..common import BadInputError
 from ..decode import Decoder, Plan, Sampling
 from ..heads import Drafter
 from ..targets import Target
+from ..targets.layers import evaluating
 
 _FORGET = 0.7  # of a depth's seconds a token, per rollout: a policy that moves is drafted for better or worse
 _TRY_AGAIN = 12  # rollouts until a depth that was slower is tried again; doubled each time that it loses
@@ -62,7 +62,7 @@ class DepthChoice:
                 return depth
         self.current = min(self.paces, key=lambda depth: self.paces[depth] * (1 if depth == self.current else _GAIN))
         waiting = (depth for depth in self.depths if depth != self.current)
-        return next((depth for depth in waiting if self.rollouts >= self.due.setdefault(depth, 0)), self.current)
+        return next((depth for depth in waiting if self.rollouts >= self.due[depth]), self.current)
 
     def observe(self, depth: int, seconds: float, tokens: int) -> None:
         """Take in what a rollout at `depth` took; the first one of each depth is not counted."""
@@ -118,7 +118,7 @@ class PolicyRollouts:
         self._last = (-1, 0)  # the trainer's latest step, and how often it asked in it
 
     def rollout(self, prompts: Sequence[Sequence[int]], step: int, logprobs: bool = True, part: int = 0) -> Rollout:
-        """Complete `prompts` (token ids; each as often as it is given) with the policy's present weights.
+        """Return completions of `prompts` (token ids; each as often as it is given) by the policy's present weights.
 
         Args:
             part: of the step: a number of its own for each process, and each call, that completes others.
@@ -129,7 +129,7 @@ class PolicyRollouts:
         sampling = replace(self.sampling, seed=self.sampling.seed + step * _STEPS_APART)
         rule = "auto" if sampling.greedy else "coupled"
         began = time.perf_counter()
-        with _evaluating(self.target.model):
+        with evaluating(self.target.model):
             ids = [part * _ROWS + row for row in range(len(prompts))]
             plan = Plan(depth, verify=rule)
             output = self.decoder.generate(prompts, self.max_new_tokens, sampling, plan, sequence_ids=ids)
@@ -189,14 +189,3 @@ class PolicyRollouts:
         if isinstance(prompt, str):
             return list(tokenizer(prompt)["input_ids"])
         return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template))
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Leave out dropout inside, and give the mode back after."""
-    was = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was)

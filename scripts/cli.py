@@ -12,7 +12,6 @@ stdout left.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 import warnings
@@ -27,7 +26,7 @@ from typer.core import TyperGroup
 from ..common import OutriderError
 from ..common.progress import plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes, require_docstrings
-from ..common.signals import StoppedError, how, number_of, stoppable, watched
+from ..common.signals import SIGPIPE, StoppedError, how, number_of, stoppable, watched
 from ..common.terminal import log_to_stderr, open_output, print_to_stderr
 from . import (
     data_cli,
@@ -52,7 +51,6 @@ RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
 # Their output appears as it is made.
 SPEAKING = {("generate",)} | {(name, verb) for name, group in verb_groups().items() for verb in group.speaking}
 # The reader of stdout left, as head does.
-UNREAD = {getattr(signal, "SIGPIPE", 13)}
 GOES_ON = "what was done is kept, and the same command goes on from there."
 
 # In the order in which `--help` shows them.
@@ -101,7 +99,7 @@ class Verbs(TyperGroup):
             with stoppable(), plain_lines(None if speaks else console_for(as_json), " ".join(given[:1])):
                 return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            if number_of(error) in UNREAD and ctx.invoked_subcommand not in RESUMED:
+            if number_of(error) == SIGPIPE and ctx.invoked_subcommand not in RESUMED:
                 raise typer.Exit(128 + number_of(error)) from None
             after = GOES_ON if ctx.invoked_subcommand in RESUMED else "nothing was written; run the same command again."
             complain(str(error) or f"{how(error)}; {after}", label="")

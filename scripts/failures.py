@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from ..common import OutriderError
 from ..common.atomic import is_disk_full, system_number
+from ..common.errors import is_panic
 from ..common.terminal import VisibleConsole
 from ..common.values import printable_urls
 from .options import BAD_INPUT, FAULT
@@ -29,7 +30,7 @@ _LONGEST = 10_000  # letters of a sentence about an error
 def exit_code(error: BaseException) -> int | None:
     """Return the exit code of a verb that raised; None for what typer handles (usage, exits)."""
     if not isinstance(error, Exception):
-        return BAD_INPUT if _is_panic(error) else None
+        return BAD_INPUT if is_panic(error) else None
     if isinstance(error, OutriderError):
         return int(error.exit_code)
     module = type(error).__module__.partition(".")[0]
@@ -40,7 +41,7 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def _is_refused_by_system(error: Exception) -> bool:
-    """Tell whether the system refused a user's file, or failed, also where a library reports that in words only.
+    """Return whether the system refused a user's file, or failed, also where a library reports that in words only.
 
     Permissions, a folder that was deleted, a lock, an interrupted close: a user can do nothing about a file of ours.
     """
@@ -56,10 +57,6 @@ def _is_refused_by_system(error: Exception) -> bool:
         return True
 
 
-def _is_panic(error: BaseException) -> bool:
-    return type(error).__name__ == "PanicException"  # of libraries in Rust, which do not export it
-
-
 def sentence(error: BaseException) -> str:
     """Return the sentence about an error that a user can do something about, without what may be a secret in URLs."""
     text = without_secrets(_sentence(error)[: 2 * _LONGEST])  # a URL that is cut shows its password, without its "@"
@@ -71,7 +68,7 @@ def without_secrets(text: str) -> str:
 
 
 def _sentence(error: BaseException) -> str:
-    if _is_panic(error):
+    if is_panic(error):
         return f"a library broke off ({error}), as tokenizers do whose patterns do not fit a text. Take another one."
     if isinstance(error, OutriderError):
         return str(error)

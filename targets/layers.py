@@ -6,7 +6,8 @@ Shapes: B rows, Q tokens per row, K taps, H hidden size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,6 +32,17 @@ ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Leave out dropout and activation checkpointing inside, and give the model's mode back after."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:

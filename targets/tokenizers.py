@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..common.errors import BadInputError, IncompatibleError, OutriderError
+from ..common.errors import BadInputError, IncompatibleError, OutriderError, is_panic
 from .model_folder import check_files, without_questions
 
 _MARKERS = re.compile(r"\{%-?\s*generation\b")
@@ -76,7 +76,7 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> PreTrainedTok
         if not trust_remote_code:
             _require_usable(tokenizer)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+        if not is_panic(error):
             raise
         raise ValueError(f"the library breaks off ({error})") from error
     return tokenizer

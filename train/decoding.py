@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,13 +28,14 @@ from ..common import BadInputError
 from ..decode import Decoder, Output, Plan, Round, Sampling
 from ..decode.rng import uniforms
 from ..distill.prompt_table import Prompt
-from ..distill.sources import some_of_each
+from ..distill.sources import in_turn, some_of_each
 from ..eval.measure import plan_of
 from ..eval.suites import load_suites
 from ..heads import Drafter
 from ..heads.losses import Sum
 from ..recipes import DataSpec, EvalSpec, Recipe
 from ..targets import Target
+from ..targets.layers import evaluating
 from ..targets.sharding import follow, leading
 from .data import EMPTY, Rows, collate
 from .processes import Processes
@@ -84,9 +84,7 @@ class OnPolicy:
     def responses(self, writer: Target, indices: list[int], step: int) -> list[list[int]]:
         """Return the drafter's responses to the prompts of the rows `indices` in this step."""
         sampling = Sampling(temperature=self.temperature, seed=self.seed * 1_000_003 + step)
-        was_training = writer.model.training
-        writer.model.eval()  # without dropout, and without activation checkpointing, which goes without caches
-        try:
+        with evaluating(writer.model):  # activation checkpointing goes without caches
             # Eager rounds: how many rows there are changes from step to step, and each number would be captured anew.
             out = Decoder(writer, static=False).generate(
                 [self.rows.prompt(i) for i in indices],
@@ -97,8 +95,6 @@ class OnPolicy:
                 ignore_eos=True,
                 sequence_ids=indices,
             )
-        finally:
-            writer.model.train(was_training)
         return out.tokens
 
     def rewritten(
@@ -225,7 +221,7 @@ def _prompts(spec: EvalSpec, target: Target) -> list[Prompt]:
     named = [replace(prompt, suite=suite.name) for suite in suites for prompt in suite.prompts]
     shares = Counter(p.suite for p in some_of_each(named, spec.training_prompts, lambda prompt: prompt.suite))
     taken = [suite.some(shares[suite.name]) for suite in suites]
-    prompts = [prompt for turn in zip_longest(*taken) for prompt in turn if prompt is not None]
+    prompts = list(in_turn(taken))
     longest, limit = max(len(prompt.tokens) for prompt in prompts), target.max_context
     if limit is not None and longest + spec.max_new_tokens > limit:
         raise BadInputError(

@@ -218,7 +218,7 @@ class Leftover:
             return 0.0
 
     def in_work(self) -> bool:
-        """Tell whether the process that began it may still be at work on it."""
+        """Return whether the process that began it may still be at work on it."""
         if self.machine != machine_tag():
             return abs(time.time() - self.changed()) < _FOREIGN_AGE  # one of the future: its clock, or ours, was wrong
         try:
@@ -358,13 +358,13 @@ def failure(error: Exception, place: Path) -> CannotWriteError | None:
 
 
 def _is_unexplained(error: Exception) -> bool:
-    """Tell whether torch could not write a file, for which it gives no reason."""
+    """Return whether torch could not write a file, for which it gives no reason."""
     said = str(error)
     return isinstance(error, RuntimeError) and ("inline_container" in said or "iostream error" in said)
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Tell whether a full disk, or a full quota, lies at the root of `error`.
+    """Return whether a full disk, or a full quota, lies at the root of `error`.
 
     Libraries in C++ and Rust (safetensors, torch) report it in words only, and often as the cause of another error.
     """

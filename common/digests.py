@@ -59,7 +59,7 @@ def save_whole(made: Saveable, folder: Path) -> None:
 
 
 def is_harmless(file: Path) -> bool:
-    """Tell whether a file is no part of the folder that it lies in, by its name."""
+    """Return whether a file is no part of the folder that it lies in, by its name."""
     return any(fnmatchcase(file.name, name) for name in _HARMLESS)
 
 
@@ -167,7 +167,7 @@ def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
 
 
 def is_sealed(folder: Path) -> bool:
-    """Tell whether the list of `folder` is there, and is as it was written when the folder was finished."""
+    """Return whether the list of `folder` is there, and is as it was written when the folder was finished."""
     try:
         lines, begin, rest = _text(folder).rpartition(_SEAL_BEGIN)
     except OSError:
@@ -177,7 +177,7 @@ def is_sealed(folder: Path) -> bool:
 
 
 def has_seal(folder: Path) -> bool:
-    """Tell whether there is a list with a seal, broken or not; others make lists of this name by `sha256sum`."""
+    """Return whether there is a list with a seal, broken or not; others make lists of this name by `sha256sum`."""
     return (folder / LIST).is_file() and _SEAL_BEGIN in _text(folder)
 
 
@@ -263,7 +263,7 @@ def sealed_text(text: str) -> str:
 
 
 def is_sealed_text(file: Path) -> bool:
-    """Tell whether a file ends as `sealed_text` does, altered or not."""
+    """Return whether a file ends as `sealed_text` does, altered or not."""
     try:
         return _TEXT_SEAL_BEGIN in read_bytes(file).decode("utf-8", "replace")
     except (OSError, Unreadable):

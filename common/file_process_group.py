@@ -220,7 +220,7 @@ def clear_abandoned(folder: Path) -> None:
 
 
 def _is_free(lock: Path) -> bool:
-    """Tell whether no process holds the lock file `lock`."""
+    """Return whether no process holds the lock file `lock`."""
     if not lock.exists():
         return True
     with claiming(lock) as mine:

@@ -93,7 +93,7 @@ def open_client(num_bytes: int) -> httpx.AsyncClient:
 
     async def limit(response: httpx.Response) -> None:
         if response.headers.get("content-encoding", "identity").lower() != "identity":
-            raise compressed()
+            raise BadAnswerError("is compressed, which was not asked for", "a compressed answer")
         response.stream = _LimitedStream(response.stream, num_bytes)
 
     try:
@@ -182,19 +182,8 @@ def without_key(text: str, key: str | None) -> str:
 
 
 def repeats(text: str, key: str | None) -> bool:
-    """Tell whether a text holds the key; one of few letters says nothing."""
+    """Return whether a text holds the key; one of few letters says nothing."""
     return key is not None and len(key) >= _SHORTEST_SECRET and without_key(text, key) != text
-
-
-def compressed() -> BadAnswerError:
-    """Return the error of an answer that would have to be unpacked."""
-    return BadAnswerError("is compressed, which was not asked for", "a compressed answer")
-
-
-def too_large(num_bytes: int) -> BadAnswerError:
-    """Return the error of an answer that is larger than `num_bytes`."""
-    message = f"sends more than the {num_bytes / MEGABYTE:.3g} MB that such an answer may have"
-    return BadAnswerError(message, "a body that is too large")
 
 
 def _beginning(content: bytes, key: str | None) -> str:
@@ -220,7 +209,8 @@ class _LimitedStream(_STREAM):
         async for part in self.stream:
             left -= len(part)
             if left < 0:
-                raise too_large(self.num_bytes)
+                message = f"sends more than the {self.num_bytes / MEGABYTE:.3g} MB that such an answer may have"
+                raise BadAnswerError(message, "a body that is too large")
             yield part
 
     async def aclose(self) -> None:

@@ -137,7 +137,7 @@ def _sign(descriptor: int) -> None:
 
 
 def _holder(file: Path) -> str:
-    """Return the lock's holder, as far as the file says: another program, or a moment too early, says nothing."""
+    """Return the lock's holder, if the file names it: another program's does not, nor one that is being written."""
     try:
         said = "process {process} ({command}) on {machine}, since {since}".format(**json.loads(file.read_text("utf-8")))
     except (OSError, ValueError, TypeError, LookupError):

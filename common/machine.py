@@ -33,7 +33,7 @@ def cpu_name() -> str:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Tell whether the processor multiplies bfloat16 itself; without that bfloat16 works, and is slow."""
+    """Return whether the processor multiplies bfloat16 itself; without that bfloat16 works, and is slow."""
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & {word for line in _cpuinfo() for word in line.split()})
 
 

@@ -51,7 +51,7 @@ def _is_drafter(folder: Path) -> bool:
 
 
 def _is_run(folder: Path) -> bool:
-    """Tell whether a run was begun in a folder: by its responses, its checkpoints, its recipe, or its end."""
+    """Return whether a run was begun in a folder: by its responses, its checkpoints, its recipe, or its end."""
     begun = ("data.partial/identity.json", "data/provenance.json", "checkpoints/checkpoint-*")
     ended = {"target", "data", "drafter"} <= _values(folder / "provenance.json").keys()
     return ended or any(_having(one)(folder) for one in begun) or is_sealed_text(folder / "recipe.yaml")

@@ -47,7 +47,7 @@ class ForeignModel(BaseModel):
 
 
 def is_temperature(value: float) -> bool:
-    """Tell whether logits can be divided by `value`, or it is 0."""
+    """Return whether logits can be divided by `value`, or it is 0."""
     return value == 0 or COLDEST <= value <= HOTTEST
 
 
@@ -72,7 +72,7 @@ def checked_value(where: str, value: Any, hint: Any) -> Any:
 
 
 def accepts(hint: Any, kind: type) -> bool:
-    """Tell whether the type `hint` is `kind`, anything, or a choice with one of them."""
+    """Return whether the type `hint` is `kind`, anything, or a choice with one of them."""
     return hint is Any or kind in (typing.get_args(hint) or (hint,))
 
 
@@ -145,5 +145,5 @@ def printable_command(words: Sequence[str]) -> str:
 
 
 def is_server_address(url: str) -> bool:
-    """Tell whether a text is the http or https URL of a server, without user, password, query and fragment."""
+    """Return whether a text is the http or https URL of a server, without user, password, query and fragment."""
     return re.fullmatch(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[^\s?#]*)?", url) is not None

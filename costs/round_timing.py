@@ -292,7 +292,7 @@ def _rising(values: Sequence[float]) -> list[float]:
 
 
 def _is_fixed(target: Target) -> bool:
-    """Tell whether the decoder's rounds have fixed shapes on this device."""
+    """Return whether the decoder's rounds have fixed shapes on this device."""
     return target.device.type == "cuda" and target.rewinds
 
 

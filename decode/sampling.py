@@ -321,7 +321,7 @@ class Draft:
     # The distributions its tokens were drawn from: for a chain [B, N, V], for a tree at each place [B, 1 + N, V]; None
     # if they were not drawn.
     probs: Tensor | None = None
-    # For each of the drafter's distributions a number that is finite only if its logits are, [B, …]; see `nonfinite`.
+    # For each of the drafter's distributions a number that is finite only if its logits are, [B, …]; see `are_finite`.
     peaks: Sequence[Tensor] = ()
 
 

@@ -186,7 +186,7 @@ class ExportLayout(ABC, Generic[D, C]):
         """Return the draft logits at each depth of the passage, `[k, V]`, as the engine computes them."""
 
     def recognises(self, config: Fields, names: Set[str]) -> bool:
-        """Tell whether this config.json, and tensors of these `names`, are of this layout.
+        """Return whether this config.json, and tensors of these `names`, are of this layout.
 
         A layout that other files tell of is recognised in `import_`.
         """

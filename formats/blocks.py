@@ -55,6 +55,7 @@ class BlockKind:
         fields: of its settings beside DFlash's, the names in files, and what a missing one means; None: it may not be.
         completed: what engines do to DFlash's logits; None for nothing.
         whole: engines read its blocks whole, even where its layers are causal.
+        served_as: see `ExportLayout`.
     """
 
     drafter: type[DFlash]
@@ -62,6 +63,7 @@ class BlockKind:
     fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     completed: Completion | None = None
     whole: bool = False
+    served_as: str = "dflash"
 
     @property
     def name(self) -> str:
@@ -85,7 +87,7 @@ class BlockLayout(ExportLayout[B, C]):
 
     def __init__(self, kind: BlockKind):
         self.kind, self.drafter = kind, kind.name
-        self.served_as = "" if kind.name == "dspark" else "dflash"
+        self.served_as = kind.served_as
 
     @abstractmethod
     def layer(self, config: Fields) -> dict[str, Any]:
@@ -409,4 +411,4 @@ _DSPARK: dict[str, tuple[str, Any]] = {
 }
 DFLASH = BlockKind(DFlash, "DFlashDraftModel")
 DFLASH2 = BlockKind(DFlash2, "DFlash2DraftModel", {name: (name, None) for name in _SELECTOR}, _selected)
-DSPARK = BlockKind(DSpark, "DSparkDraftModel", _DSPARK, _corrected)
+DSPARK = BlockKind(DSpark, "DSparkDraftModel", _DSPARK, _corrected, served_as="")

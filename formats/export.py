@@ -54,7 +54,10 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
 
 
 def write_drafter(drafter: Drafter, target: Target, to: str, folder: Path, depth: int) -> Exported:
-    """Write `drafter` for `to` into an empty folder, which is not visible yet; raises as `export_drafter` does."""
+    """Return the export of `drafter` for `to`, written into an empty folder that is not visible yet.
+
+    Raises as `export_drafter` does.
+    """
     layout = require_served(to, drafter.name, drafter.config, target.num_layers)
     limit = getattr(drafter.config, "max_position_embeddings", 0)
     if limit and target.max_context is not None and limit < target.max_context:

@@ -289,7 +289,7 @@ def kept_tokens(ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def are_tokens(ids: Tensor, vocab_size: int) -> bool:
-    """Tell whether `ids` are different tokens of the vocabulary."""
+    """Return whether `ids` are different tokens of the vocabulary."""
     return bool(ids.min() >= 0 and ids.max() < vocab_size) and len(ids.unique()) == len(ids)
 
 

@@ -49,8 +49,8 @@ from .losses import (
     TargetBatch,
     compare_drafts,
     divergence,
+    float32_or_more,
     metrics_by_depth,
-    precision_of,
 )
 from .saved import CONFIG
 from .session import Abilities, DeferredPrefillSession, NodeSession, required, take_positions
@@ -192,7 +192,7 @@ class FeatureDrafter(LayerDrafter):
         drafted_hidden = torch.stack([output[learned] for output in moved])  # [S, P, H]
         depths = torch.arange(1, steps + 1, device=rows.device)[:, None]  # [S, 1]
         step_exists = places.within.expand_as(learned)[learned] > depths  # [S, P]
-        weights = self.config.decay ** (depths - 1).to(precision_of(drafted_hidden)) * step_exists  # [S, P]
+        weights = self.config.decay ** (depths - 1).to(float32_or_more(drafted_hidden)) * step_exists  # [S, P]
         if batch.verified is not None:
             weights = batch.verified.weighed(weights, rows, predicted, depths, batch.documents)
         loss = divergence(self.config.loss)
@@ -347,7 +347,7 @@ def norm_factors(target: Target) -> Tensor:
 
 def _scale(features: Tensor) -> Tensor:
     """Return the root mean square of features `[..., H]`, `[..., 1]`."""
-    features = features.to(precision_of(features))
+    features = features.to(float32_or_more(features))
     return features.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
 
 

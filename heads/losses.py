@@ -175,7 +175,7 @@ def _named(name: Any) -> Divergence:
     return partial(DIVERGENCES[kind], **{parameter: value})
 
 
-def precision_of(values: Tensor) -> torch.dtype:
+def float32_or_more(values: Tensor) -> torch.dtype:
     """Return the precision in which `values` are compared: float32, or their own float64."""
     return torch.promote_types(values.dtype, torch.float32)
 
@@ -198,12 +198,12 @@ class TargetDistribution:
     @cached_property
     def log_probs(self) -> Tensor:
         """log p renormalised on the drafter's vocabulary (EAGLE-3's target), `[P, V']`."""
-        return self.logits.log_softmax(-1, dtype=precision_of(self.logits))
+        return self.logits.log_softmax(-1, dtype=float32_or_more(self.logits))
 
     @cached_property
     def renormalised(self) -> Tensor:
         """p on the drafter's vocabulary alone, `[P, V']`; sums to 1."""
-        return self.logits.softmax(-1, dtype=precision_of(self.logits)) if self.pruned else self.probs
+        return self.logits.softmax(-1, dtype=float32_or_more(self.logits)) if self.pruned else self.probs
 
     @classmethod
     def of(cls, logits: Tensor, kept: Tensor | None = None, following: Tensor | None = None) -> TargetDistribution:
@@ -213,7 +213,7 @@ class TargetDistribution:
             kept: the token ids of the draft vocabulary, ascending, `[V']`; None for all.
             following: the target's own tokens, `[P]`.
         """
-        best, probs = logits.argmax(-1), logits.softmax(-1, dtype=precision_of(logits))
+        best, probs = logits.argmax(-1), logits.softmax(-1, dtype=float32_or_more(logits))
         if kept is None or len(kept) == logits.shape[-1]:
             return cls(probs, logits, best, following)
         place = torch.full((logits.shape[-1],), -1, device=kept.device).scatter(
@@ -250,7 +250,7 @@ def compare(reference: TargetDistribution, draft_logits: Tensor, loss: Loss) -> 
         compared: tuple[Tensor, Tensor, Tensor] | None = by_kernels(reference, draft_logits, loss)
         if compared is not None:
             return compared
-    draft_logits = draft_logits.to(precision_of(draft_logits))
+    draft_logits = draft_logits.to(float32_or_more(draft_logits))
     if loss.soft is not None:
         with own_precision(draft_logits.device):
             values, alpha, best = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
@@ -314,11 +314,11 @@ def chunked_compare(
     steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]  # [S, P, H']
     shape = steps.shape[:2]
     weights = steps.new_ones(shape) if weights is None else weights.reshape(shape)
-    weights = weights.to(precision_of(steps))
+    weights = weights.to(float32_or_more(steps))
     heads = settings.draft_head
     heads = [heads] * len(steps) if callable(heads) else heads
     slopes = ChunkedSlopes(steps, settings.parameters)
-    results = steps.new_zeros(3, *shape, dtype=precision_of(steps))  # loss, alpha and top1, [3, S, P]
+    results = steps.new_zeros(3, *shape, dtype=float32_or_more(steps))  # loss, alpha and top1, [3, S, P]
     size = settings.chunk or CHUNKS.get(target_hidden.device.type, CHUNK)
     for begin in range(0, len(target_hidden), size):
         part = slice(begin, begin + size)
@@ -358,7 +358,7 @@ class ChunkedSlopes:
     def __init__(self, hidden: Tensor, parameters: Sequence[Tensor]):
         self.hidden, self.learning = hidden, torch.is_grad_enabled()
         self.trained = [p for p in parameters if p.requires_grad] if self.learning else []
-        self.slopes = [torch.zeros_like(p, dtype=precision_of(p)) for p in self.trained]
+        self.slopes = [torch.zeros_like(p, dtype=float32_or_more(p)) for p in self.trained]
         self.columns = torch.zeros_like(hidden)
 
     def chunk(self, index: Any) -> Tensor:
@@ -381,7 +381,7 @@ class ChunkedSlopes:
         if not self.learning:
             return total
         pairs = [(self.hidden, self.columns), *zip(self.trained, self.slopes, strict=True)]
-        linear = torch.stack([(x.to(precision_of(x)) * slope).sum() for x, slope in pairs]).sum()
+        linear = torch.stack([(x.to(float32_or_more(x)) * slope).sum() for x, slope in pairs]).sum()
         return total + (linear - linear.detach())
 
 

@@ -69,7 +69,7 @@ def init_words(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def is_warm(values: dict[str, Any]) -> bool:
-    """Tell whether a recipe's `drafter` section starts from a saved drafter."""
+    """Return whether a recipe's `drafter` section starts from a saved drafter."""
     return "init" in values and values["init"] not in init_words(values)
 
 

@@ -186,5 +186,5 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def is_stamped(values: dict[str, Any]) -> bool:
-    """Tell whether the values of a config.json name the versions that wrote it, as ours do from 2026-11-28 on."""
+    """Return whether the values of a config.json name the versions that wrote it, as ours do from 2026-11-28 on."""
     return "drafter_type" in values and _STAMP[0] in values

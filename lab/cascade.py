@@ -184,7 +184,7 @@ class ChainReader:
 
 
 def grow_chain(tree: TreeMask, after: Tensor, length: int) -> Nodes:
-    """Add a chain of `length` nodes to a tree, whose first stands below the node `after` `[B]` (−1: the root)."""
+    """Return the places of a chain of `length` nodes, added to a tree below the node `after` `[B]` (−1: the root)."""
     own = torch.ones(length, length, dtype=torch.bool, device=after.device).tril()
     depths = tree.depths.gather(1, after[:, None] + 1) + 1 + torch.arange(length, device=after.device)
     return tree.add(depths, after[:, None].expand(-1, length), own)

@@ -83,7 +83,7 @@ def _near(one: float, other: float, tolerance: float) -> bool:
 
 
 def _alike(one: Sequence[float], other: Sequence[float], *tolerances: float) -> bool:
-    """Tell whether two lists agree: each number within its tolerance, or all within the only one."""
+    """Return whether two lists agree: each number within its tolerance, or all within the only one."""
     within = tolerances if len(tolerances) > 1 else tolerances * len(one)
     return len(one) == len(other) and all(map(_near, one, other, within))
 

@@ -141,12 +141,7 @@ def save(report: VocabularyReport, folder: Path) -> Path:
     lines = {
         "response tokens covered": {f"{s.size:,}": s.covered for s in report.sizes},
         "acceptance of a perfect drafter at temperature 1": {f"{s.size:,}": s.alpha_max for s in report.sizes},
-        "the same at temperature 0": {
-            f"{s.size:,}": Interval(
-                *(1 - lost for lost in (s.lost_greedy.value, s.lost_greedy.high, s.lost_greedy.low))
-            )
-            for s in report.sizes
-        },
+        "the same at temperature 0": {f"{s.size:,}": _rest(s.lost_greedy) for s in report.sizes},
     }
     least = min([0.9, *(share.lowest for line in lines.values() for share in line.values())])
     limits = math.floor(least * 10) / 10, 1.0

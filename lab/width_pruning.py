@@ -41,7 +41,7 @@ _ROWS, _TOKENS, _SEED = 16, 64, 0
 
 
 def pruned_by_width(target: Target, sizes: Mapping[str, int], token_counts: Tensor | None) -> PreTrainedModel:
-    """Make a model of these sizes, with what is worth most of the target's weights; see `heads.pruning.pruned`."""
+    """Return a model of these sizes, with what is worth most of the target's weights; see `heads.pruning.pruned`."""
     _require_llama_like(target)
     inside = {name: size for name, size in sizes.items() if name != LAYERS}
     small = with_sizes(target, sizes[LAYERS], **inside, head_dim=_head_size(target))

@@ -186,7 +186,7 @@ def tuned_plans(manifest: Manifest) -> list[str]:
 def gate_pairs(
     new: PairFiles, old: PairFiles, tolerance: float = 0.03, confidence: float = 0.95, sequential: bool = False
 ) -> GateResult:
-    """Tell whether τ of `new` fell beyond the tolerance below that of `old`, with confidence; see `eval.reports.gate`.
+    """Return whether τ of `new` fell below that of `old` by more than the tolerance; see `eval.reports.gate`.
 
     A refresh keeps its parent's calibration prompts, so both versions have figures on the same ones. They count beside
     the prompts of the reports if plan and settings are the same, too.

@@ -120,7 +120,7 @@ def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[...,
 
 
 def _is_unfinished(folder: Path, path: Path) -> bool:
-    """Tell whether a file belongs to a writer of pair.json, running or killed."""
+    """Return whether a file belongs to a writer of pair.json, running or killed."""
     leftover = Leftover.at(path)
     places = (folder / MANIFEST, folder / SIGNATURE)
     return path == lock_file(folder) or (leftover is not None and leftover.place in places)

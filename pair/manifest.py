@@ -289,7 +289,7 @@ class Manifest(SparsePart):
         return {"target": target, "drafter": self.drafter.files, "plan": self.plan.model_dump()}
 
     def is_of_first_schema(self) -> bool:
-        """Tell whether the identity is one of before 2026-11-22, which did not cover the target's files."""
+        """Return whether the identity is one of before 2026-11-22, which did not cover the target's files."""
         return self.schema_version == 1 and self.digest == digest_json(self._identified_by())
 
     def identified(self) -> Manifest:

@@ -30,6 +30,7 @@ from ..eval.reports.report import ContestantInfo, Report
 from ..heads import Drafter, Fusion, load_drafter
 from ..heads.registry import with_defaults
 from ..recipes import Recipe, SourceSpec
+from ..recipes.schema import TargetSpec
 from ..recipes.suite_names import PACKAGED
 from ..targets import Target
 from ..targets.fingerprint import digest_file, digest_files
@@ -151,7 +152,7 @@ def _require_same(existing: Pair, manifest: Manifest) -> None:
 
 
 def _adds_nothing(existing: Pair, manifest: Manifest) -> bool:
-    """Tell whether the existing pair holds all of the new one, and is intact."""
+    """Return whether the existing pair holds all of the new one, and is intact."""
     old = existing.manifest
     same = (old.recipe, old.suites, old.lineage) == (manifest.recipe, manifest.suites, manifest.lineage)
     return same and {*old.reports.values()}.issuperset(manifest.reports.values()) and not verify(existing.folder)
@@ -238,7 +239,7 @@ def _keep_learnt(partial: Path, recipe: Recipe, earlier: Sequence[Pair | None]) 
 
 
 def _leads_out(file: Path, folder: Path) -> bool:
-    """Tell whether a link leads to a file that does not belong to the drafter in `folder`: pairs are given away.
+    """Return whether a link leads to a file that does not belong to the drafter in `folder`: pairs are given away.
 
     Folders of the Hub's cache hold links to the files beside them.
     """
@@ -401,7 +402,7 @@ def paired(folder: str | Path, target: Target, drafter: Drafter, console: Consol
     """
     if target.source.get("path") is None:
         raise BadInputError("this target was given in memory; load it from a folder or the Hub to make a pair.")
-    spec = {k: v for k, v in target.source.items() if v is not None and not k.startswith("gguf")}
+    spec = {name: target.source[name] for name in TargetSpec.model_fields if target.source.get(name) is not None}
     values = {
         "name": re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(folder).name).strip("-._") or drafter.name,
         "target": spec | {"dtype": str(target.dtype).removeprefix("torch.")},

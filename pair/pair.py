@@ -64,7 +64,7 @@ class Pair(PairFiles):
         return self.manifest.plan.restored()
 
     def store_tuning(self, tuning: Tuning) -> Pair:
-        """Store `tuning` in pair.json, in place of an earlier one of the same machine, temperature and batch sizes.
+        """Return this pair with `tuning` stored, in place of one of the same machine, temperature and batch sizes.
 
         Raises:
             BadInputError: the folder holds another pair by now, or another process keeps writing it.
@@ -72,7 +72,7 @@ class Pair(PairFiles):
         return self._store(lambda now: now.tuned(tuning))
 
     def store_served(self, record: ServedRecord) -> Pair:
-        """Store an engine's figures in pair.json, in place of earlier ones of the same engine and depth.
+        """Return this pair with an engine's figures stored, in place of earlier ones of the same engine and depth.
 
         Raises:
             BadInputError: the folder holds another pair by now, or another process keeps writing it.

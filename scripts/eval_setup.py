@@ -152,7 +152,7 @@ class EvalOptions:
     quick: bool = False
 
     def other_shape(self) -> bool:
-        """Tell whether another shape of drafts than the recipe's is asked for."""
+        """Return whether another shape of drafts than the recipe's is asked for."""
         keys = {f"eval.{name}" for name in (*_SHAPE, "tree")}
         return not (_SHAPE.isdisjoint(self.settings) and keys.isdisjoint(map(_key, self.changes)))
 

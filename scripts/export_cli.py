@@ -40,7 +40,7 @@ def export(
     pair: PairFolder,
     to: Annotated[
         str,
-        typer.Option("--to", help="A layout, such as vllm, sglang, hf or llama.cpp; a word that is none lists all."),
+        typer.Option("--to", help="A layout, such as vllm, sglang, hf or llama.cpp; any other word lists all."),
     ],
     out: Annotated[Path | None, typer.Option(help="A new folder (default: runs/exports/NAME-vVERSION-TO).")] = None,
     depth: Annotated[

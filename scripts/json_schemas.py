@@ -95,6 +95,7 @@ ANSWERS: Fields = {
 }
 
 
+@cache
 def _with_torch() -> Fields:
     """Return the fields of answers whose types need torch, those of other packages' verbs among them."""
     from ..costs.training import Needs

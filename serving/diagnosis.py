@@ -137,7 +137,7 @@ def _off(compared: ServedComparison) -> str:
 
 
 def _drafts_differ(compared: ServedComparison, tolerance: float, exact: bool) -> bool:
-    """Tell whether the engine's drafts at temperature 0 are not ours: more, fewer, or other ones are accepted."""
+    """Return whether the engine's drafts at temperature 0 are not ours: more, fewer, or other ones are accepted."""
     if compared.identical == 0:
         return False
     if exact and compared.same_drafts is not None:

@@ -300,7 +300,7 @@ class Counters(DraftCounts):
     uncounted: tuple[str, ...] = ()
 
     def restarted(self, earlier: Counters) -> bool:
-        """Tell whether counting began anew after `earlier`: with another process, or a counter that fell.
+        """Return whether counting began anew after `earlier`: with another process, or a counter that fell.
 
         A counter that has passed its earlier value again by the next look cannot be noticed, but another process can.
         """

@@ -99,7 +99,7 @@ class Divergence(ResultModel):
     margin: float | None = None
 
     def is_tie(self, dtype: str) -> bool:
-        """Tell whether another order of sums in this dtype explains it."""
+        """Return whether another order of sums in this dtype explains it."""
         return self.margin is not None and self.margin <= TIES.get(dtype, TIES["bfloat16"])
 
 
@@ -172,7 +172,7 @@ class ServedComparison(ResultModel):
     speedup: Interval | None = None
 
     def agrees(self, tolerance: float) -> bool:
-        """Tell whether τ is ours: no certain difference, or one of at most `tolerance` times our τ.
+        """Return whether τ is ours: no certain difference, or one of at most `tolerance` times our τ.
 
         Where the difference has no interval, as without any round, the values themselves are compared.
         """
@@ -187,7 +187,7 @@ class ServedComparison(ResultModel):
         return [divergence for divergence in self.divergences if not divergence.is_tie(dtype)]
 
     def same_target(self, dtype: str) -> bool:
-        """Tell whether the target is ours, as far as texts and log-probabilities tell; only ends may differ."""
+        """Return whether the target is ours, as far as texts and log-probabilities tell; only ends may differ."""
         is_off = self.off is not None and self.off > OFF.get(dtype, OFF["bfloat16"])
         return all(d.ending for d in self.parted(dtype)) and not is_off
 
@@ -271,7 +271,7 @@ def fault_explainer() -> Any | None:
 
 
 def is_same(served: DraftCounts, answer: ServedAnswer) -> bool:
-    """Tell whether both have as many rounds, and accepted as much in them at every position.
+    """Return whether both have as many rounds, and accepted as much in them at every position.
 
     The round that an end-of-text token cuts short counts in full in an engine, and in our decoder up to that token.
     """

@@ -255,7 +255,7 @@ class RaggedCache(Cache):
         return stores
 
     def new_layer(self, index: int, shape: LayerShape | None) -> LayerStore:
-        """Make the layer at `index`; without a shape it is allocated when its first entries come."""
+        """Return a new layer for `index`; without a shape it is allocated when its first entries come."""
         return AttentionStore(self, shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedCache:

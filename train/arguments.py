@@ -15,7 +15,7 @@ import torch
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..common import BadInputError, refuse_unknown_keys
 from ..common.errors import reason
@@ -130,7 +130,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     refuse_unknown_keys(dict.fromkeys(names), INTEGRATION_TO_CALLBACK, "training.report_to")
     _check_measures(recipe, args)
     _check_scheduler(args)
-    if args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:  # which by itself waits for a fall
+    if args.lr_scheduler_type == "reduce_lr_on_plateau":  # which by itself waits for a fall
         mode = {"mode": "max" if args.greater_is_better else "min"}
         args.lr_scheduler_kwargs = mode | cast("dict[str, Any]", args.lr_scheduler_kwargs or {})
     unset_hf_deepspeed_config()  # else ZeRO stage 3 would take apart any model that is loaded from now on: the target

@@ -147,7 +147,7 @@ class HookedTrainer(Trainer, ABC):
                 super()._load_scaler(checkpoint)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Save the best evaluation so far, wherever it falls; one that was cut short has no figures."""
+        """Return whether this evaluation is the best so far, and save it; one that was cut short has no figures."""
         name = str(self.args.metric_for_best_model or "").removeprefix("eval_")
         if f"eval_{name}" not in metrics:
             return False

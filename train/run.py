@@ -364,7 +364,7 @@ class _Training:
         return {name: value for name, value in logged[-1].items() if name.startswith("eval_")} if logged else {}
 
     def _keep_best(self, trainer: DrafterTrainer, steps: int, held_out: dict[str, Any]) -> KeptWeights:
-        """Load the weights of the best evaluation, unless the last ones are better; return which are kept."""
+        """Return which weights are kept: those of the best evaluation, which are loaded, unless the last are better."""
         args, state = self.args, trainer.state
         measured = f"eval_{MEASURED}" if f"eval_{MEASURED}" in held_out else "eval_tau"
         name = f"eval_{str(args.metric_for_best_model or measured).removeprefix('eval_')}"

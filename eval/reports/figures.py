@@ -73,7 +73,7 @@ class Interval:
         return self.high if self.known else self.value
 
     def excludes(self, value: float) -> bool:
-        """Tell whether the interval is known and lies beside `value`."""
+        """Return whether the interval is known and lies beside `value`."""
         return self.known and not self.low <= value <= self.high
 
 

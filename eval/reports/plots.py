@@ -33,19 +33,19 @@ Svg = ElementTree.Element
 
 
 def speedup(report: Report, temperature: float) -> str:
-    """Draw the speedup of each contestant over the plain target at one temperature."""
+    """Return a plot of the speedup of each contestant over the plain target at one temperature."""
     shown = [f for f in report.overall(temperature) if f.contestant != report.baselines.plain]
     marks = {report.contestant(f.contestant).label: [(f.speedup, _colour(report, f.contestant))] for f in shown}
     return rows(f"Speedup over the plain target at temperature {temperature:g}", marks, 0, "×")
 
 
 def tau_by_contestant(report: Report) -> str:
-    """Draw τ of each drafter at every temperature: one row per drafter, the highest first, a marker per temperature."""
+    """Return a plot of τ: one row per drafter, the highest first, a marker per temperature."""
     return _at_every_temperature(report, "τ, tokens per round", lambda f: f.tau, 1, "")
 
 
 def speedup_by_contestant(report: Report) -> str:
-    """Draw the speedup of each drafter at every temperature, in the order of their τ."""
+    """Return a plot of the speedup of each drafter at every temperature, in the order of their τ."""
     return _at_every_temperature(report, "Speedup over the plain target", lambda f: f.speedup, 0, "×")
 
 
@@ -67,7 +67,7 @@ def rows(
     unit: str,
     legend: Sequence[str] = (),
 ) -> str:
-    """Draw figures with intervals, from `least` on: under each name a line for each of its marks.
+    """Return a plot of figures with intervals, from `least` on: under each name a line for each of its marks.
 
     Args:
         marks: by name, figures and their colours; None for a line that stays empty.
@@ -100,7 +100,7 @@ def rows(
 
 
 def _across(svg: Svg, interval: Interval, x: Scale, y: float, colour: str, unit: str) -> None:
-    """Draw a marker and its interval on a line of its own, and the figure where there is room."""
+    """Return a plot of a marker and its interval on a line of its own, and the figure where there is room."""
     start, end = x(interval.lowest), x(interval.highest)
     if interval.known:
         _line(svg, start, y, end, y, f"spread {colour}")
@@ -110,14 +110,14 @@ def _across(svg: Svg, interval: Interval, x: Scale, y: float, colour: str, unit:
 
 
 def alpha(report: Report, temperature: float) -> str:
-    """Draw conditional acceptance at each depth, one line per drafter."""
+    """Return a plot of conditional acceptance at each depth, one line per drafter."""
     lines = {f.contestant: {str(d.depth): d.alpha for d in f.alpha} for f in report.overall(temperature) if f.alpha}
     colours = [_colour(report, name) for name in lines]
     return curves(f"Alpha by depth at temperature {temperature:g}", "depth", lines, (0, 1), colours=colours)
 
 
 def accepted(report: Report, temperature: float) -> str:
-    """Draw the share of rounds by number of accepted drafts, one line per drafter."""
+    """Return a plot of the share of rounds by number of accepted drafts, one line per drafter."""
     shown = [f for f in report.overall(temperature) if f.accepted]
     lines = {f.contestant: {str(a.accepted): a.share for a in f.accepted} for f in shown}
     most = min(1, nice_limit(max([0.1, *(top_of(a.share) for f in shown for a in f.accepted)])))
@@ -127,7 +127,7 @@ def accepted(report: Report, temperature: float) -> str:
 
 
 def speedup_by_batch(batches: Sequence[BatchFigures], temperature: float) -> str:
-    """Draw the speedup over the plain target by batch size, one line per drafter."""
+    """Return a plot of the speedup over the plain target by batch size, one line per drafter."""
     lines: dict[str, dict[str, Interval]] = {}
     for f in sorted(batches, key=lambda f: f.size):
         if f.temperature == temperature and f.tau is not None:
@@ -145,7 +145,7 @@ def curves(
     unit: str = "",
     colours: Sequence[str] | None = None,
 ) -> str:
-    """Draw lines with intervals over places that are as far apart as they are many; a dashed line marks 1.
+    """Return a plot of lines with intervals over places that are as far apart as they are many; a dashed line marks 1.
 
     Args:
         axis: what the places are.
@@ -186,7 +186,7 @@ def _described(lines: Mapping[str, Mapping[str, Interval]], unit: str) -> str:
 
 
 def _curve(svg: Svg, points: Sequence[tuple[float, Interval]], y: Scale, colour: str) -> None:
-    """Draw a line through points, each with its interval."""
+    """Return a plot of a line through points, each with its interval."""
     where = " ".join(f"{x:.1f},{y(interval.value):.1f}" for x, interval in points)
     ElementTree.SubElement(svg, "polyline", {"points": where, "class": f"curve {colour}"})
     for x, interval in points:
@@ -251,7 +251,7 @@ def _legend_line(svg: Svg, y: float, colour: str, meaning: str) -> None:
 
 
 def _marker(svg: Svg, x: float, y: float, colour: str) -> None:
-    """Draw a marker, whose shape differs like its colour."""
+    """Return a plot of a marker, whose shape differs like its colour."""
     corners = _SHAPES[0 if colour == OTHER else int(colour[1:])]
     points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
     ElementTree.SubElement(svg, "polygon", {"points": points, "class": f"fill {colour}"})

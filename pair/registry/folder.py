@@ -99,7 +99,7 @@ class FolderStore:
 
 
 def _publish(place: Path, content: bytes) -> bool:
-    """Give an entry its name in one step; False if another has it."""
+    """Return whether an entry got its name, in one step: not if another has it."""
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = working_name(place, "tmp")
     try:
@@ -141,7 +141,7 @@ def copy_blob(source: BinaryIO, to: Path, digest: str, where: str | Path) -> Non
 
 
 def _copied(source: BinaryIO, copy: BinaryIO) -> str:
-    """Copy a file's content, and return the SHA-256 of the bytes that were written."""
+    """Return the SHA-256 of a file's bytes, which are copied."""
     digest = hashlib.sha256()
     while part := source.read(_CHUNK):
         digest.update(part)

@@ -45,7 +45,7 @@ class RegistryStore(Protocol):
         """The place in words, as a user gives it."""
 
     def exists(self) -> bool:
-        """Tell whether there is such a place already; the first `add` makes it."""
+        """Return whether there is such a place already; the first `add` makes it."""
 
     def entries(self) -> Sequence[str]:
         """Return the paths of all files under `pairs`, in any order; [] where there is no registry yet."""

@@ -1,4 +1,4 @@
-"""Split attention is attention, and compiled passes are the same passes."""
+"""Split attention is attention."""
 
 from __future__ import annotations
 

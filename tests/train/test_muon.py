@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from outrider.heads import DraftModel, Eagle3
-from outrider.train import train
-from outrider.train.muon import MuonAdamW, split_parameters
+from outrider.train import muon, train
+from outrider.train.muon import MuonAdamW, orthogonalised, split_parameters
 
 from .conftest import EAGLE3, built, halved, weights
 
@@ -48,7 +48,22 @@ def test_what_is_frozen_is_not_moved(target):
     assert not any(p is head.fc.weight for part in split_parameters(head) for p in part)
 
 
-def test_each_part_moves_as_under_its_own_optimizer_and_a_schedule_reaches_both():
+def test_directions_have_singular_values_near_one():
+    torch.manual_seed(0)
+    for shape in ((6, 24), (24, 6), (9, 9)):
+        matrix = torch.randn(shape, dtype=torch.float64)
+        moved = orthogonalised(matrix, (3.4445, -4.775, 2.0315), 5)
+        values = torch.linalg.svdvals(moved)
+        assert 0.6 < values.min() and values.max() < 1.3
+        library = torch.optim._muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
+        assert (moved - library).norm() < 0.05 * moved.norm()  # bfloat16, five iterations
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_each_part_moves_as_under_its_own_optimizer_and_a_schedule_reaches_both(monkeypatch, has_bfloat16):
+    monkeypatch.setattr(muon, "cpu_multiplies_bfloat16", lambda: has_bfloat16)
+    if not has_bfloat16:
+        monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", orthogonalised)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     apart = copy.deepcopy(model)

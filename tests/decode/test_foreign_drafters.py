@@ -12,7 +12,18 @@ from torch import Tensor
 
 from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.heads import Abilities, Drafter, DrafterConfig, NodeSession, Proposal, Session, TextSession
+from outrider.heads import (
+    Abilities,
+    Drafter,
+    DrafterConfig,
+    Fusion,
+    Ngram,
+    NgramConfig,
+    NodeSession,
+    Proposal,
+    Session,
+    TextSession,
+)
 from outrider.targets import Target
 
 from .conftest import random_prompts
@@ -85,13 +96,15 @@ class Overwriting(NodeSession):
         rows.clear()
 
 
-@pytest.mark.parametrize("confident", [False, True])
+@pytest.mark.parametrize("kind", ["alone", "confident", "in a fusion"])
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=5)], ids=["greedy", "drawn"])
-def test_what_a_session_writes_into_its_arguments_changes_no_text(target, name, sampling, confident):
+def test_what_a_session_writes_into_its_arguments_changes_no_text(target, name, sampling, kind):
     """Texts of one seed are the plain ones under the coupled rule, whatever is drafted."""
     plan = replace(PLANS[name], verify="coupled" if sampling.temperature else "auto")
-    drafter = Foreign(Overwriting, Abilities(reads_nodes=True, confident=confident), taps=(1,))
+    drafter: Drafter = Foreign(Overwriting, Abilities(reads_nodes=True, confident=kind == "confident"), taps=(1,))
+    if kind == "in a fusion":
+        drafter = Fusion(Ngram(NgramConfig(min_match=1)), drafter)
     plain = Decoder(target).generate(PROMPTS, 20, sampling, replace(plan, tree=None, depth=0))
     rounds = []
     for prompts in (PROMPTS, PROMPTS[:1]):

@@ -85,6 +85,11 @@ def test_names_that_only_some_engines_read_are_no_fault(export, start, stands_fo
     assert "SGLang" in found.engine
 
 
+def test_a_target_that_was_not_fetched_is_a_target_that_is_not_here(export, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert lint(export("vllm"), "smollm2") == []
+
+
 def test_a_tensor_that_is_missing_is_missed_under_any_name(export):
     folder = export("sglang")
     renamed(lambda name: name.replace("midlayer.", "layers.0."))(folder)

@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..common.errors import LIBRARY_ERRORS, reason
 from ..targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import plain_config
-from ..targets.layers import is_of_llama_kind, layer_windows
+from ..targets.fused_layers import LlamaRunner, copied_bytes, runs
 from ..targets.model_folder import model_folder
 from .base import Drafter, DrafterLoss, TargetBatch, TrainedConfig, teacher_forced_loss
-from .decoder_layer import CachedLayers, copied_bytes, normed
 from .divergences import LossName
 from .pruning import SIZES, check_names, pruned
 from .session import Abilities, NodeSession
@@ -330,27 +329,3 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
         return type(config)(**values)
     except LIBRARY_ERRORS as error:
         raise BadInputError(f"drafter.model: {reason(error)}") from error
-
-
-def runs(model: Any) -> bool:
-    """Return whether `LlamaRunner` computes what `model` does: it is of Llama's kind, and attends by SDPA."""
-    return is_of_llama_kind(model) and model.config._attn_implementation == "sdpa"
-
-
-class LlamaRunner(CachedLayers):
-    """A model that `runs`."""
-
-    def __init__(self, model: Any, max_length: int):
-        body, config = model.model, model.config
-        super().__init__(list(body.layers), config, body.rotary_emb, max_length, layer_windows(model))
-        self.model = model
-
-    def run(self, tokens: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool = True) -> Tensor:
-        """Return the last hidden states `[B, Q, H]`, normed, of tokens placed at `positions` `[B, Q]` of the cache."""
-        hidden = nn.functional.embedding(tokens, self.model.model.embed_tokens.weight)
-        output = self.forward(self.layers[0].enter(hidden), hidden, cache, positions, in_tree)
-        return normed(output, self.model.model.norm)
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        """Return logits as `Target.lm_head` does: these models have no scaling of their own."""
-        return self.model.lm_head(hidden)

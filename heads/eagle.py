@@ -27,20 +27,9 @@ from torch import Tensor, nn
 
 from ..common import BadInputError
 from ..targets import Nodes, RaggedCache, RowLengths, Target
+from ..targets.fused_layers import CachedLayers, FusedLayer, InputProjection, angles, normed
 from ..targets.weights import restored
-from .decoder_layer import (
-    CachedLayers,
-    FusedLayer,
-    InputProjection,
-    Layer,
-    LayerConfig,
-    LayerDrafter,
-    UnrolledLayers,
-    angles,
-    norm_of,
-    normed,
-    rotary_of,
-)
+from .decoder_layer import Layer, LayerConfig, LayerDrafter, norm_of, rotary_of
 from .divergences import LossName, smooth_l1
 from .losses import (
     FIRST_LEARNED,
@@ -54,7 +43,7 @@ from .losses import (
 )
 from .saved import CONFIG
 from .session import Abilities, DeferredPrefillSession, NodeSession, required, take_positions
-from .unrolled_attention import Places, WholeRows, places_of
+from .unrolled_attention import Places, UnrolledLayers, WholeRows, places_of
 from .vocabulary import kept_bytes, kept_head
 
 

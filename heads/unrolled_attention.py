@@ -8,6 +8,8 @@ is that of its part of the softmax (as in ring attention, arXiv 2310.01889).
 Step 0 runs over whole rows, later steps where something is learned: `Places`. A row is one text (`WholeRows`), or holds
 several (`PackedRows`), which do not attend to each other.
 
+`UnrolledLayers` are a head's layers that attend so.
+
 Shapes: B rows, N heads, T entries of step 0 (the places of a row), T' queries (places in which later steps run), D head
 size.
 """
@@ -24,8 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import repeat_kv
 
+from ..targets.fused_layers import FusedLayer, InputProjection, Rotary
 from ..targets.sequence_packing import Documents
+from .decoder_layer import Layer, LayerConfig
 
 Entry = tuple[Tensor, Tensor]  # keys and values
 Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
@@ -465,3 +470,46 @@ def _learned(documents: Documents, wanted: Tensor, before: int) -> list[Span]:
             spans.append(Span(row, slice(places.start, places.stop), begin, slice(taken[row], end)))
             taken[row] = end
     return spans
+
+
+class UnrolledLayers:
+    """The layers of a head in one training step, which unrolls it on its own output.
+
+    A query attends to the entries of step 0 up to its own place, and to one entry of its own per later step. Step 0
+    runs over whole rows; its last layer's queries and all later steps run at `places`.
+
+    `window`: how many places a query attends to; 0 for all.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        config: LayerConfig,
+        projection: InputProjection | None,
+        places: Places,
+        window: int = 0,
+    ):
+        first, *others = layers
+        self.layers = [FusedLayer(first, config, in_halves=True, projection=projection)]
+        self.layers += [FusedLayer(layer, config) for layer in others]
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.places, self.window = places, window
+        self.entries: list[list[Entry]] = [[] for _ in layers]  # of each layer, one for each step
+
+    def forward(self, projected: Tensor, hidden: Tensor, rotary: Rotary) -> Tensor:
+        """Return the last layer's output at the next step, `[B, T', H]`.
+
+        Args:
+            projected: the first layer's projections, at step 0 of whole rows, then of `places`, as the others.
+            hidden: the first layer's residual.
+            rotary: the angles of their positions.
+        """
+        later, places = bool(self.entries[0]), self.places
+        for layer, entries in zip(self.layers, self.entries, strict=True):
+            q, k, v = layer.split(layer.enter(hidden) if layer is not self.layers[0] else projected, rotary)
+            entries.append((repeat_kv(k, self.groups), repeat_kv(v, self.groups)))
+            whole = not later and layer is not self.layers[-1]
+            if not later and not whole:
+                q, hidden = places.cut(q.transpose(1, 2)).transpose(1, 2), places.cut(hidden)
+            hidden = layer.finish(places.attend(q, entries[0], entries[1:], whole, self.window), hidden)
+        return hidden

@@ -27,10 +27,11 @@ from ..heads.block.block_layers import BlockLayer
 from ..heads.block.block_losses import FollowingLearning
 from ..heads.block.dflash import DFlash
 from ..heads.block.dflash2 import CandidateSession, ConvolvedBlockLayer, ConvolvedConfig
-from ..heads.decoder_layer import norm_of, normed
+from ..heads.decoder_layer import norm_of
 from ..heads.losses import TargetDistribution
 from ..heads.session import required, take_positions
 from ..targets import RowLengths, Target
+from ..targets.fused_layers import normed
 
 FEATURES = 5  # of a candidate: see `Correlator.features`
 

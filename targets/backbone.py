@@ -21,7 +21,7 @@ from .cache_and_masks import CacheLayout, attention_masks, check_layers, needs_m
 from .cache_slots import Nodes
 from .images import ImageInputs
 from .layers import TapReader, body_of, decoder_layers, find_final_norm, first_layers
-from .packed_weights import PackedModel
+from .packed_passes import PackedPasses
 from .recurrent import RecurrentCache, has_states
 from .split_attention import NAME as SPLIT_ATTENTION
 from .split_attention import register
@@ -65,7 +65,7 @@ class Backbone:
         self.config: PreTrainedConfig = model.config.get_text_config()
         self._taps = TapReader(self.body, self.num_layers)
         self._layouts: dict[Hashable, CacheLayout] = {}
-        self.packed: PackedModel | None = None
+        self.packed: PackedPasses | None = None
         self._final_norm: nn.Module | None = None
         self.fast: PassRunner | None = None
 
@@ -197,6 +197,11 @@ class Backbone:
             return self._run_with_images(inputs, cache, taps, images)
         if self.fast is not None and cache is not None and self.fast.serves(inputs, cache):
             return self.fast.run(inputs, cache, taps, offset, nodes)
+        packed = None if cache is None or self.packed is None or not self.packed.serves() else self.packed
+        if packed is not None and cache is not None:
+            found = packed.run(inputs, cache, taps, offset, nodes)
+            if found is not None:
+                return found
         asked = None
         if isinstance(cache, RecurrentCache):
             cache.write(inputs, offset)
@@ -206,9 +211,7 @@ class Backbone:
             inputs, asked = cache.unread(), cache.asked(inputs.shape[1])
         places = self._places(inputs.shape[1], cache, offset, nodes)
         self._taps.watch(taps)
-        body = self.body
-        if cache is not None and self.packed is not None and self.packed.serves():
-            body = self.packed.body
+        body = self.body if packed is None else packed.body
         last = body(**_read(inputs), **places).last_hidden_state
         hidden = self._taps.collect(taps, last)
         if asked is None:

@@ -1,12 +1,11 @@
-"""Linear layers whose weights are packed for products with few rows on a CPU.
+"""Linear layers whose weights are copied for products with few rows on a CPU.
 
 A product with few rows reads every weight once, so memory bounds it. From a plain weight torch reads at half of the
 memory's speed for one row, and at a quarter for five in float32: verifying drafts costs twice a pass over one token.
-oneDNN, which torch brings along, reads weights in blocks of its own at the same speed for one row and for five. Torch's
-compiler mostly takes the same products for frozen weights; here nothing is compiled.
+From a transpose or from blocks of oneDNN's it may read faster: what is fastest is found by trial (`product_choice`).
 
-A packed weight is a copy, and takes as much memory as the plain one, which prompts and training go on to read.
-Attention of a model's copy folds heads that share keys (`split_attention`).
+Each copy takes as much memory as the plain weight, which prompts and training go on to read. Attention of a model's
+copy folds heads that share keys (`split_attention`).
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -18,7 +17,7 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -27,14 +26,12 @@ from transformers import PreTrainedModel
 
 from ..common.errors import IncompatibleError
 from .layers import LLAMA_HOMES, body_of, decoder_layers, first_layers, is_as_made
+from .product_choice import MOST_ROWS, PLAIN, Way, fastest
 from .split_attention import FOLDED, register
 from .weights import weight_versions
 
 M = TypeVar("M", bound=nn.Module)
 
-_MOST_ROWS = 64
-_ROWS = 8  # oneDNN chooses one layout for all products of several rows, and in float32 another one for a single row
-_FEWEST = 4  # its products of one and two rows read the same weight slower than one of four
 _SAMPLED = 4096  # numbers of a weight
 _HUGE, _COLLAPSE = 2**21, 25  # bytes of a page; MADV_COLLAPSE, of Linux 6.1 and later
 _KINDS = (torch.float32, torch.bfloat16)
@@ -42,48 +39,64 @@ _ON_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in
 
 
 class PackedWeight:
-    """Weights `[N, K]` that read the same input, and one packed copy, made anew where one of them has changed since."""
+    """Weights `[N, K]` that read the same input, and their copies, made anew where one of them has changed since."""
 
     def __init__(self, *weights: Tensor):
         self.weights = weights
-        # Versions of the weights, their copy in a layout of oneDNN's, and some of their numbers.
-        self._made: tuple[Any, Any, Tensor | None] = None, None, None
+        self.outputs = sum(len(weight) for weight in weights)
+        # Versions of the weights, their copies by the name of the way that reads them, and some of their numbers.
+        self._made: tuple[Any, dict[str, Tensor], Tensor | None] = None, {}, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Return a packed weight of the copied ones: torch cannot copy oneDNN's tensors."""
         return PackedWeight(*copy.deepcopy(self.weights, memo))
 
     def look_again(self) -> None:
-        """Forget the copy where a weight was written to as `weight.data`, as PEFT merges: torch does not count it."""
+        """Forget the copies where a weight was written to as `weight.data`, as PEFT merges: torch does not count it."""
         if (seen := self._made[2]) is not None and not torch.equal(seen, self._sample()):
-            self._made = None, None, None
+            self._made = None, {}, None
 
     def _sample(self) -> Tensor:
         return torch.cat([w.detach().flatten()[:: max(1, w.numel() // _SAMPLED)] for w in self.weights])
 
+    def _together(self) -> Tensor:
+        return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the linear layers' outputs `[..., N]` side by side for inputs `[..., K]`.
 
-        What a packed copy does not serve (see `multiplies`) is multiplied by the weight itself, if it is a single one.
+        What a copy does not serve (see `multiplies`) is multiplied by the weight itself, if it is a single one.
         """
         if not multiplies(x, self.weights[0]):
             return nn.functional.linear(x, self.weights[0], bias)
-        versions, packed, _ = self._made  # at once: another thread may exchange them
+        inputs = x.shape[-1]
+        rows = x.reshape(-1, inputs)
+        way = fastest(self.outputs, inputs, x.dtype, len(rows), self._together)
+        if way is PLAIN:
+            products = [nn.functional.linear(rows, weight) for weight in self.weights]
+            product = products[0] if len(products) == 1 else torch.cat(products, -1)
+            product = product if bias is None else product + bias
+        else:
+            product = way.product(rows, self._copy(way), bias)
+        return product.view(*x.shape[:-1], self.outputs)
+
+    def _copy(self, way: Way) -> Tensor:
+        """Return the copy that a way reads."""
+        name = way.copy_of or way.name
+        versions, copies, _ = self._made  # at once: another thread may exchange them
         if versions != (now := weight_versions(self.weights)):
-            together = self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
-            packed = torch.ops.mkldnn._reorder_linear_weight(together, _ROWS)
-            _use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
-            self._made = now, packed, self._sample()
-        rows = x.reshape(-1, x.shape[-1])
-        if (missing := _FEWEST - len(rows)) > 0:
-            rows = nn.functional.pad(rows, (0, 0, 0, missing))
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
-        return product[: len(product) - max(0, missing)].view(*x.shape[:-1], product.shape[-1])
+            copies = {}
+            self._made = now, copies, self._sample()
+        if name not in copies:
+            copied = way.copied(self._together())
+            _use_huge_pages(copied)
+            copies[name] = copied
+        return copies[name]
 
 
 def multiplies(x: Tensor, weight: Tensor) -> bool:
     """Return whether inputs `[..., K]` are multiplied by a packed copy of a weight `[N, K]`: few of them are."""
-    many = x.numel() > _MOST_ROWS * weight.shape[1]
+    many = x.numel() > MOST_ROWS * weight.shape[1]
     moved = weight.device.type != "cpu" or weight.dtype not in _KINDS or x.dtype != weight.dtype
     return not (many or moved or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
 
@@ -108,18 +121,28 @@ class PackedLinear(nn.Linear):
             return handed[1]
         if not multiplies(x, self.weight):
             return nn.functional.linear(x, self.weight, self.bias)
-        layers = (self, *self._others)
-        kept = self._kept
-        if kept is None or any(w is not layer.weight for w, layer in zip(kept.weights, layers, strict=True)):
-            self._kept = kept = PackedWeight(*(layer.weight for layer in layers))
         if not self._others:
-            return kept.product(x, self.bias)
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        product = kept.product(x, torch.cat(biases) if biases else None)
-        own, *more = product.split([len(layer.weight) for layer in layers], -1)
+            return self.together(x)
+        layers = (self, *self._others)
+        own, *more = self.together(x).split([len(layer.weight) for layer in layers], -1)
         for other, output in zip(self._others, more, strict=True):
             other._handed = x, output
         return own
+
+    def is_first_of(self, layers: Sequence[nn.Linear]) -> bool:
+        """Return whether it multiplies for all of these layers."""
+        return [*map(id, layers)] == [*map(id, (self, *self._others))]
+
+    def together(self, x: Tensor) -> Tensor:
+        """Return its outputs, and beside them those of the layers that it multiplies for, for inputs `[..., K]`."""
+        layers = (self, *self._others)
+        if not multiplies(x, self.weight):
+            return torch.cat([nn.functional.linear(x, layer.weight, layer.bias) for layer in layers], -1)
+        kept = self._kept
+        if kept is None or any(w is not layer.weight for w, layer in zip(kept.weights, layers, strict=True)):
+            self._kept = kept = PackedWeight(*(layer.weight for layer in layers))
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        return kept.product(x, torch.cat(biases) if biases else None)
 
 
 # One packed copy of each linear layer, for as long as a target or a decoder holds it.
@@ -146,8 +169,11 @@ def _multiply_together(parts: dict[str, nn.Module | None]) -> None:
             layers[0]._others = layers[1:]
 
 
-def _use_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to keep memory in huge pages, from which products read a tenth faster; it may decline."""
+def _use_huge_pages(copied: Tensor) -> None:
+    """Ask Linux to keep a copy in huge pages, from which products read a tenth faster; it may decline."""
+    in_blocks = copied.is_mkldnn
+    address = torch.ops.mkldnn.data_ptr(copied) if in_blocks else copied.data_ptr()
+    num_bytes = torch.ops.mkldnn._nbytes(copied) if in_blocks else copied.nbytes
     advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
     # Whole pages around it: what is packed one after the other mostly lies side by side, and shares them. A neighbour
     # that cannot be collapsed ends that; then the pages within it.
@@ -262,6 +288,7 @@ class PackedModel:
         if (why := why_not(model)) is not None:
             raise IncompatibleError(f"{type(model).__name__} cannot be packed: {why}.")
         copies = PackedCopies()
+        self.model = model
         self.body, self.serves = copies.of(body_of(model)), copies.are_current
         self._head = model.get_output_embeddings()
         self._packed_head = None if self._head is None else copies.of(self._head)
@@ -279,7 +306,7 @@ class PackedModel:
             self._rows = kept = token_ids, now, rows if packable(rows) is None else PackedLinear.of(rows)
         return kept[2]
 
-    def shallow(self, layers: int, count: int) -> PackedModel:
+    def shallow(self, layers: int, count: int) -> Self:
         """Return the same with only the first `count` of its `layers`."""
         cut = copy.copy(self)
         cut.body = first_layers(self.body, decoder_layers(self.body, layers), count)

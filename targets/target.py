@@ -38,7 +38,7 @@ from .loading import (
     target_path,
 )
 from .model_folder import commit_of, is_local
-from .packed_weights import PackedModel
+from .packed_passes import PackedPasses
 from .pass_memory import Footprint, measure
 from .peft_adapters import merge_adapter
 from .sharding import all_processes, in_turn, processes, settle, share, split
@@ -295,7 +295,7 @@ class Target(Backbone):
         They take as much memory again as the weights of the linear layers. Raises IncompatibleError where nothing can
         be packed.
         """
-        self.packed = PackedModel(self.model)
+        self.packed = PackedPasses(self.model)
 
     @torch.no_grad()
     def _look_at_a_token(self) -> CacheLayout:

@@ -19,19 +19,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from ...targets import Nodes, RaggedCache
-from ..decoder_layer import (
-    Attention,
-    CachedLayers,
-    FusedLinear,
-    Layer,
-    LayerConfig,
-    Rotary,
-    angles,
-    apply_rotary,
-    fused,
-    norm_of,
-    normed,
-)
+from ...targets.fused_layers import CachedLayers, FusedLinear, Rotary, angles, apply_rotary, fused, normed
+from ..decoder_layer import Attention, Layer, LayerConfig, norm_of
 from .block_losses import Anchors
 
 _QUERIES = 256  # of one product with the keys: more of them would see more that is masked

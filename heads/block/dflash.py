@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
+from ...targets.fused_layers import normed
 from ..base import DrafterLoss, TargetBatch
-from ..decoder_layer import LayerConfig, LayerDrafter, norm_of, normed, rotary_of
+from ..decoder_layer import LayerConfig, LayerDrafter, norm_of, rotary_of
 from ..divergences import LossName
 from ..losses import FIRST_LEARNED
 from ..session import UNBEGUN, Abilities, OnePassDrafts, OnePassSession, required

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common import BadInputError
-from ..decoder_layer import FusedLayer, normed
+from ...targets.fused_layers import FusedLayer, normed
 from ..losses import TargetDistribution
 from ..session import take_positions
 from .block_layers import BlockLayer

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from ...targets import Nodes, RaggedCache, RowLengths
+from ...targets.fused_layers import FusedLayer, angles
 from ..base import Drafter, DrafterLoss, TargetBatch
-from ..decoder_layer import FusedLayer, angles
 from ..losses import (
     Head,
     LossSettings,

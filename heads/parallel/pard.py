@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
+from ...targets.fused_layers import LlamaRunner, normed, runs
 from ...targets.layers import layer_windows
 from ..base import DrafterLoss, TargetBatch
-from ..decoder_layer import normed
-from ..draft_model import DraftModel, DraftModelConfig, LlamaRunner, runs
+from ..draft_model import DraftModel, DraftModelConfig
 from ..session import Abilities, PendingInputs, required
 from ..vocabulary import check_mask, unused_token
 from .parallel_drafts import ParallelSession, RolledLayers, Rollouts, place_texts, rollout_loss

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
+from ...targets.fused_layers import CachedLayers, FusedLayer
 from ..base import DrafterLoss, TargetBatch
-from ..decoder_layer import CachedLayers, FusedLayer
 from ..eagle import Eagle3, Eagle3Config
 from ..session import Abilities, PendingInputs, required
 from ..vocabulary import begin_mask, unused_token

@@ -1,9 +1,10 @@
 """Choosing how a target's passes over few tokens run: the way that is right and fastest on its device.
 
-On a GPU in bfloat16 a target tries all `CANDIDATES` at first use: each must give the hidden states of the library's
-modules on the real weights, and those that do are timed. The fastest is taken, and remembered by device, dtype and the
-model's shape in this process and in a small file, which is safe to delete. Another target of that shape proves the
-remembered one right on its own weights, and times nothing. A user's choice wins.
+On a GPU in bfloat16 a target tries all `CANDIDATES` at first use, on a CPU packed weights, if there is memory for them:
+each must give the hidden states of the library's modules on the real weights, and those that do are timed. The fastest
+is taken, and remembered by device, dtype and the model's shape in this process and in a small file, which is safe to
+delete. Another target of that shape proves the remembered one right on its own weights, and times nothing. A user's
+choice wins.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ else:
 
 _TREE = ((-1, -1, 0, 2, 1, 0, 4),)  # with its root as many tokens as a round of seven drafts
 _SECONDS = 1.0
+_COPIES = 2  # of a weight that products of few rows read: in blocks, and transposed
+_WORTH_PACKING = 2**26  # bytes: smaller weights stay in a processor's cache
 _SOFTWARE = ("outrider", "torch", "triton", "transformers")
 _log = logging.getLogger("outrider")
 
@@ -83,7 +86,7 @@ def why_not_packed(target: Target) -> str | None:
     """Return why packed weights do not serve a target; None if they do."""
     if (why := packed_weights.why_not(target.model)) is not None:
         return why
-    needed = sum(weight.nbytes for weight in packed_weights.packable_weights(target.model))
+    needed = _COPIES * sum(weight.nbytes for weight in packed_weights.packable_weights(target.model))
     free = free_bytes(target.device)
     return None if free is None or 2 * needed < free else f"packed weights need {needed:,} bytes, {free:,} are free"
 
@@ -162,10 +165,16 @@ _SAVED = TypeAdapter(list[PassSelection])
 def use_fastest_pass(target: Target) -> None:
     """Let a target run its passes in the fastest right way, unless its user has chosen one.
 
-    That is for targets in bfloat16 on a GPU. On a CPU its user asks for `target.pack()`, a second copy of the weights.
+    That is for targets in bfloat16 on a GPU, and on a CPU for those whose weights do not stay in its cache.
     """
-    if target.device.type == "cuda" and target.dtype == torch.bfloat16 and _is_left_open(target):
+    if not _is_left_open(target):
+        return
+    if target.device.type == "cuda" and target.dtype == torch.bfloat16:
         choose(target)
+    elif target.device.type == "cpu" and why_not_packed(target) is None:
+        weights = packed_weights.packable_weights(target.model)
+        if sum(weight.nbytes for weight in weights) >= _WORTH_PACKING:
+            choose(target, (EAGER, PACKED))
 
 
 def _is_left_open(target: Target) -> bool:

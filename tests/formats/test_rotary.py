@@ -20,8 +20,9 @@ from outrider.formats import export_drafter, import_drafter
 from outrider.formats.engine_logits import vllm_rope
 from outrider.formats.lint import lint
 from outrider.heads import Eagle3, Eagle3Config, decoder_layer, load_drafter
-from outrider.heads.decoder_layer import LayerConfig, angles
-from outrider.targets import Target
+from outrider.heads.decoder_layer import LayerConfig
+from outrider.targets import Target, fused_layers
+from outrider.targets.fused_layers import angles
 
 from ..decode.conftest import random_model
 from .faults import edit_config
@@ -164,9 +165,9 @@ def test_training_decoding_exports_and_an_engine_turn_alike(name, tmp_path, capl
     if kind == "llama" and not named:
         torch.testing.assert_close(turned(target.model.model.rotary_emb, x), right)
     trained = angles(head.rotary, x, torch.arange(len(x))[None])
-    torch.testing.assert_close(decoder_layer.apply_rotary(x, (trained[0][0, 0], trained[1][0, 0])), right)
+    torch.testing.assert_close(fused_layers.apply_rotary(x, (trained[0][0, 0], trained[1][0, 0])), right)
     layers = head.decoding_layers(len(x))
-    torch.testing.assert_close(decoder_layer.apply_rotary(x, (layers.cos[: len(x)], layers.sin[: len(x)])), right)
+    torch.testing.assert_close(fused_layers.apply_rotary(x, (layers.cos[: len(x)], layers.sin[: len(x)])), right)
     for to in ("vllm", "sglang"):
         folder = export_drafter(head, target, to, tmp_path / to, 3).folder
         config = json.loads((folder / "config.json").read_text())

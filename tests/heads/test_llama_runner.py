@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from outrider.decode import Decoder, Plan, Tree
-from outrider.heads import DraftModel, decoder_layer
-from outrider.heads.draft_model import DraftModelSession, LlamaRunner, runs
-from outrider.targets import RowLengths, Target
+from outrider.heads import DraftModel
+from outrider.heads.draft_model import DraftModelSession
+from outrider.targets import RowLengths, Target, fused_layers
+from outrider.targets.fused_layers import LlamaRunner, runs
 
 from ..closeness import assert_same, both_precisions
 from ..decode.conftest import COMMON, random_model
@@ -136,7 +137,7 @@ def test_logits_are_the_librarys(target, models, name, lengths):
 @torch.no_grad()
 def test_large_products_are_not_put_together(target, models, monkeypatch):
     """They are read as they are: nothing is gained by a copy of them."""
-    monkeypatch.setattr(decoder_layer, "_SMALL", 0)
+    monkeypatch.setattr(fused_layers, "_SMALL", 0)
     for name in ("llama, biases", "qwen3"):
         drafter = DraftModel(varied(models[name]()))
         everything(drafter, target, [7, 1, 12])

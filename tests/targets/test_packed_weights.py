@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from outrider.heads.eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from outrider.heads.medusa import Medusa, MedusaConfig
 from outrider.heads.self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from outrider.heads.vocabulary import kept_head
-from outrider.targets import Target, split_attention
+from outrider.targets import Nodes, RowLengths, Target, product_choice, split_attention
 from outrider.targets.fast import select
 from outrider.targets.packed_weights import PackedLinear, PackedWeight
 
@@ -28,6 +29,7 @@ NO_BFLOAT16 = pytest.mark.skipif(
 )
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=NO_BFLOAT16)]
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+WAYS_OF_PRODUCTS = list(product_choice.WAYS)
 WAYS = ((Sampling(), Plan(3)), (Sampling(temperature=1.0, seed=1), Plan(3)), (Sampling(), Plan(3, 2, 6)))
 HEADS = (
     (Eagle1, Eagle1Config()),
@@ -42,6 +44,7 @@ HEADS = (
 def nothing_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(select, "_selections", {})
+    monkeypatch.setattr(product_choice, "_found", {})
 
 
 @pytest.fixture
@@ -50,7 +53,10 @@ def target(tiny_llama) -> Target:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_packed_product_is_the_plain_one_and_follows_its_weight(dtype):
+@pytest.mark.parametrize("way", WAYS_OF_PRODUCTS)
+def test_a_packed_product_is_the_plain_one_and_follows_its_weight(dtype, way, monkeypatch):
+    monkeypatch.setattr(product_choice, "_remembered_or_tried", lambda *_: product_choice.WAYS[way])
+    monkeypatch.setattr(product_choice, "_found", {})
     linear = nn.Linear(48, 40).to(dtype).requires_grad_(False)
     layer, x = PackedLinear.of(linear), torch.randn(2, 70, 48).to(dtype)
     with torch.no_grad():
@@ -101,6 +107,43 @@ def test_layers_on_one_input_are_one_product(tiny_llama, dtype, bias, monkeypatc
         products.clear()
         Decoder(target).generate(PROMPTS[:1], 3, plan=Plan(0))
     assert len({id(product) for product in products}) == 5, "of four products and the output embedding"
+
+
+def test_the_fastest_right_way_is_taken_and_remembered(monkeypatch):
+    """A trial is made once, for this process and the next; what gives other numbers is never taken."""
+    weight, tried = torch.randn(40, 48), []
+    seconds = {"plain": 3.0, "packed": 2.0, "transposed": 1.0}
+    monkeypatch.setattr(product_choice, "_seconds", lambda way, *_: tried.append(way.name) or seconds[way.name])
+    for _ in range(2):
+        assert product_choice.fastest(40, 48, torch.float32, 5, lambda: weight) is product_choice.TRANSPOSED
+        product_choice._found.clear()
+        product_choice._remembered.clear()
+    assert tried.count("transposed") == product_choice._REPEATS
+    assert list(product_choice.choices().values()) == ["transposed"]
+    wrong = replace(product_choice.TRANSPOSED, product=lambda x, copy, bias: 1.01 * (x @ copy))
+    monkeypatch.setitem(product_choice.WAYS, "transposed", wrong)
+    assert product_choice.fastest(40, 48, torch.float32, 6, lambda: weight) is product_choice.PACKED
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_layers_in_few_operations_give_the_modules_hidden_states(target, tree):
+    """At all taps, in a chain and in a tree; a prompt and other passes are left to the modules."""
+    parents, taps = torch.tensor([[-1, 0, 0]]), (0, 1, 3, 4)
+    tokens = torch.tensor([PROMPTS[0][:4]])
+    found = []
+    for packs in (False, True):
+        if packs:
+            target.pack()
+        cache = target.new_cache(1, 12)
+        with torch.inference_mode():
+            assert not packs or target.packed.run(tokens, cache, taps, 0, None) is None
+            target.run(torch.tensor([PROMPTS[0]]), cache)
+            cache.advance(RowLengths.of([len(PROMPTS[0])], tokens.device))
+            nodes = Nodes.of_tree(parents, 3) if tree else None
+            run = target.packed.run if packs else target.run
+            found.append(run(tokens, cache, taps, 0, nodes))
+    for modules, fused in zip(*found, strict=True):
+        assert_same(fused, modules, 4 * target.hidden_size)
 
 
 def test_packed_attention_folds_heads_and_the_models_own_does_not(target, monkeypatch):
@@ -167,6 +210,16 @@ def test_packed_passes_are_right_and_timed_beside_eager_ones(target, monkeypatch
     monkeypatch.setattr(select, "free_bytes", lambda device: 100)
     target.run_eagerly()
     assert "are free" in select.PACKED.why_not(target)
+
+
+@pytest.mark.parametrize("least", [0, 2**26])
+def test_a_decoder_takes_packed_weights_by_itself_where_they_are_large_and_faster(target, monkeypatch, least):
+    """Small ones stay in a processor's cache. A way that its user chose is kept."""
+    monkeypatch.setattr(select, "_WORTH_PACKING", least)
+    monkeypatch.setattr(select.PassProbe, "milliseconds", lambda self, target, *_: 1.0 + (target.packed is None))
+    assert (Decoder(target, fast=False).target.packed is None, target.pass_backend) == (True, "eager")
+    Decoder(target)
+    assert target.pass_backend == ("eager" if least else "packed")
 
 
 def test_what_cannot_be_packed_is_refused_with_the_reason(tiny_llama, monkeypatch):

@@ -51,6 +51,8 @@ _WIDEST_ON_CPU = 64  # the largest tree that is tried; a wider pass would be tim
 _TIMED_DEPTHS = (1, 2, 4)  # and the deepest; between them rounds are interpolated
 _TIMED_GROUPS = 3  # batches by which rounds are timed
 _LEAST_GROUPS = 4
+_LEAST_PROMPTS, _LEAST_TOKENS = 6, 32  # however little time there is
+_SLOW_PASS, _SLOW_REPEATS = 0.01, 5  # passes that take so many seconds vary little, and are repeated so often
 TREE_SIZES = (4, 8, 12, 16, 24, 32, 48, 64)
 _HOPEFUL = 0.9  # trees that cannot reach this part of the best chain's prediction are not timed
 _RACING = 2  # chains, and trees, that are measured
@@ -68,6 +70,7 @@ def tune(
     batch_sizes: Sequence[int] = (1,),
     console: Console | None = None,
     statistical: Sequence[dict[str, Any]] = STATISTICAL,
+    seconds: float | None = None,
 ) -> Tuning:
     """Return the fastest plan for each batch size, and the measurements that led to it.
 
@@ -76,6 +79,8 @@ def tune(
             suite.
         console: shows progress and results.
         statistical: type and settings of drafters without weights, whose fusions with a trained `drafter` are tried.
+        seconds: that it may take, by the plain target's first answers: fewer repeats, then prompts, then tokens are
+            taken where more was asked for. None for all that was.
 
     Raises:
         BadInputError: no prompts or more than one temperature; a batch size below 1 or above the number of prompts; a
@@ -94,8 +99,13 @@ def tune(
         console.print(Text(f"no trees: {reason}", style="dim"))
     fusions = _fusions(target, drafter, statistical)
     with threads(settings.threads):
+        answer = _answer_seconds(target, jobs, settings)
+        work = _Work(answer, settings.max_new_tokens, tuple(sorted(set(batch_sizes))), len(fusions))
+        if seconds is not None:
+            settings = work.fitted(suites, settings, seconds)
+            jobs = make_jobs(suites, settings.limit)
         if console is not None:
-            announce(console, _announcement(target, jobs, settings, len(set(batch_sizes)), len(fusions)))
+            announce(console, work.announcement(jobs, settings))
         tuner = _Tuner(target, drafter, jobs, settings, console, reason is None, fusions)
         batches = []
         for size in sorted(set(batch_sizes)):
@@ -105,18 +115,55 @@ def tune(
         return _record(target, drafter, suites, settings, batches)
 
 
-def _announcement(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec, sizes: int, fusions: int) -> str:
-    """Return what will be done, and for about how long: by one answer of the plain target, the second of two."""
+def _answer_seconds(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec) -> float:
+    """Return the seconds of the plain target's answer to a usual prompt, the second of two."""
     plain = BatchRacer("plain", Decoder(target), Plan(0), settings)
     usual = usual_job(jobs)
     answers = [plain([usual], float(settings.temperatures[0])) for _ in range(2)]
-    measured = 2 * _RACING + 2 + (_RACING if fusions else 0)  # plans in a race, the plain one and a controller's too
-    timed = _TIMED_GROUPS * (len(_TIMED_DEPTHS) + 2) * (2 + fusions)
-    count = len(jobs) * (2 + fusions) + sizes * (len(jobs) * measured * settings.repeats + timed)
-    return (
-        f"tuning on {len(jobs)} prompts, answered with {settings.max_new_tokens} tokens at most: acceptance, costs, "
-        f"and the best plans in turns; about {duration(count * answers[1].seconds)} by the first answers"
-    )
+    return answers[1].seconds
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a tuning does, counted in answers of the plain target of `tokens` in `answer` seconds."""
+
+    answer: float
+    tokens: int
+    sizes: tuple[int, ...]
+    fusions: int
+
+    def seconds(self, prompts: int, settings: EvalSpec) -> float:
+        """Return about how long it takes."""
+        measured = 2 * _RACING + 2 + (_RACING if self.fusions else 0)  # the plain plan and a controller's, too
+        timed = _TIMED_GROUPS * (len(_TIMED_DEPTHS) + 2) * (2 + self.fusions)
+        raced = len(self.sizes) * (prompts * measured * settings.repeats + timed)
+        return (prompts * (2 + self.fusions) + raced) * self.answer * settings.max_new_tokens / self.tokens
+
+    def fitted(self, suites: Sequence[Suite], settings: EvalSpec, seconds: float) -> EvalSpec:
+        """Return settings under which it takes about so long: fewer repeats, then prompts, then tokens."""
+        least = max(_LEAST_PROMPTS, *self.sizes)
+
+        def share(changed: EvalSpec) -> float:
+            return seconds / self.seconds(len(make_jobs(suites, changed.limit)), changed)
+
+        if share(settings) < 1:
+            settings = settings.model_copy(update={"repeats": 1})
+        limit = settings.limit or max(len(suite.prompts) for suite in suites)
+        while limit > 1 and share(settings) < 1 and len(make_jobs(suites, limit - 1)) >= least:
+            limit -= 1
+            settings = settings.model_copy(update={"limit": limit})
+        if (left := share(settings)) < 1:
+            fewer = min(self.tokens, max(_LEAST_TOKENS, int(left * self.tokens)))
+            settings = settings.model_copy(update={"max_new_tokens": fewer})
+        return settings
+
+    def announcement(self, jobs: Sequence[PromptJob], settings: EvalSpec) -> str:
+        """Return what will be done, and for about how long."""
+        about = duration(self.seconds(len(jobs), settings))
+        return (
+            f"tuning on {len(jobs)} prompts, answered with {settings.max_new_tokens} tokens at most: acceptance, "
+            f"costs, and the best plans in turns; about {about} by the first answers"
+        )
 
 
 def best_chain(
@@ -275,7 +322,9 @@ class _Tuner:
         limit, context = self.target.max_context, self.context
         widths = [n for n in WIDTHS if n <= widest and (limit is None or context + 1 + n <= limit)]
         with self.bars(f"batch {size}: passes of the target", 1):
-            return verify_times(self.target, widths, size, context, repeats=max(5, 20 // size), taps=self.drafter.taps)
+            usual = verify_times(self.target, (0,), size, context, repeats=1)[0]
+            repeats = _SLOW_REPEATS if usual > _SLOW_PASS else max(_SLOW_REPEATS, 20 // size)
+            return verify_times(self.target, widths, size, context, repeats, taps=self.drafter.taps)
 
     def _time(
         self, plans: Sequence[Plan], groups: Sequence[list[PromptJob]], drafting: Decoder | None = None

@@ -125,6 +125,9 @@ def tune(
         typer.Option(callback=checked_temperatures, help="Default: 0, or the target's own with eval.sampling: served."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="It may take so long: fewer repeats, prompts and tokens are taken to fit.")
+    ] = 150,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -143,7 +146,7 @@ def tune(
     asked = EvalOptions(settings=settings | ({"suites": suite} if suite else {}))
     console = console_for(as_json)
     setup = load_setup(str(pair), asked)
-    tuning = run(setup.target, setup.drafter, setup.suites, setup.settings, batch or [1], console)
+    tuning = run(setup.target, setup.drafter, setup.suites, setup.settings, batch or [1], console, seconds=seconds)
     console.print(
         f"{tuning.num_prompts} prompts ({escape(', '.join(tuning.suites))}), temperature {tuning.temperature:g}, "
         f"{tuning.dtype} on {escape(tuning.device_name)}",

@@ -12,10 +12,12 @@ from rich.console import Console
 from outrider.common import BadInputError
 from outrider.costs.round_timing import RoundTimes, costs_in_loop
 from outrider.decode import Control, Costs, Plan, Round, Sampling, Tree
+from outrider.distill.prompt_table import Prompt
 from outrider.eval import Ratio, tuner
 from outrider.eval.acceptance import Acceptance
 from outrider.eval.batch_timing import BatchAnswer
 from outrider.eval.reports.statistics import Bootstrap
+from outrider.eval.suites import make_suite
 from outrider.eval.tuner import MeasuredOption, Option, best_chain, tune
 from outrider.eval.tuning_record import Tuning
 from outrider.heads import DraftModel, Ngram
@@ -57,6 +59,29 @@ def test_a_whole_tuning(target, suites, settings):
         assert batch.plan == batch.chosen.restored(batch.costs, batch.rates)
     assert text.getvalue().count("chosen: ") == 2
     assert Tuning.model_validate(json.loads(found.model_dump_json())) == found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (1000, (2, 40, 96)),
+        (100, (1, 40, 96)),
+        (30, (1, 11, 96)),
+        (8, (1, 3, 69)),
+        (1, (1, 3, 32)),
+    ],
+)
+def test_what_takes_too_long_is_cut_to_the_time(seconds, expected):
+    """Two suites of 40 prompts, 0.1 s an answer, a fusion: of repeats, prompts and tokens, in this order."""
+    prompts = [Prompt(str(i), "a", (1, 2), f"text {i}") for i in range(40)]
+    both = [make_suite(name, prompts) for name in ("a", "b")]
+    work = tuner._Work(0.1, 96, (1,), 1)
+    asked = EvalSpec(max_new_tokens=96, repeats=2, temperatures=[0.0])
+    found = work.fitted(both, asked, seconds)
+    limit = found.limit or 40
+    assert (found.repeats, limit, found.max_new_tokens) == expected
+    if seconds > 1:
+        assert work.seconds(2 * limit, found) <= seconds
 
 
 def test_acceptance_that_collapses_after_the_trained_depth_is_part_of_the_reason(target, suites, settings, monkeypatch):

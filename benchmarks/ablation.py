@@ -51,10 +51,8 @@ Runs = dict[str, list[Rounds]]  # of each variant, seed by seed
 
 
 def _answered(recipe: Recipe) -> object:
-    """Return the settings that decide the responses of a recipe: not how much of the loss follows their rounds."""
-    return recipe.target, recipe.data.model_copy(
-        update={"verified": 0.0, "features": "online", "features_dtype": "auto"}
-    )
+    """Return the settings that decide the responses of a recipe."""
+    return recipe.target, recipe.data.model_copy(update={"features": "online", "features_dtype": "auto"})
 
 
 def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
@@ -66,7 +64,7 @@ def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
     if any(_answered(first) != _answered(other) for other in others):
         raise BadInputError(
             "all variants learn the same responses of one target: "
-            "--vary changes drafter, training or data.verified, not target or other data."
+            "--vary changes drafter or training, not target or data."
         )
     responses = first.data.responses or str(arguments.work / "data")
     return {

@@ -1,9 +1,5 @@
 """The finished data set of responses: a folder with its provenance, and with digests that show alterations.
 
-Where a drafter speculated, its rows hold depths. A round of decoding emits the drafts that were accepted, and the
-target's own token after them: these have the depths 1, 2, … The first token of an answer, which no round emits, has 0,
-and so has each token that the target only read.
-
 Rows with images name them by their digests; the files lie in the folder `images` of the data set, each once.
 
 Shapes: T tokens of a row.
@@ -13,9 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +33,7 @@ SCHEMA_VERSION = 2
 _TYPES = {"id": Value("string"), "suite": Value("string"), "input_ids": List(Value("int32"))}
 _NEEDED = Features(**_TYPES, loss_mask=List(Value("int8")))
 _FEATURES = Features(**_NEEDED, content=Value("string"))
-DEPTHS = "depths"  # the column of a data set for which a drafter speculated
 IMAGES = "images"  # the column of a data set with images, and the folder of their files
-ROUNDS = "rounds"  # the drafters in its provenance, with the number of prompts of each
 COLUMNS = tuple(_FEATURES)
 
 
@@ -48,8 +41,7 @@ COLUMNS = tuple(_FEATURES)
 class TrainingRow:
     """A row that a drafter learns from: tokens `[T]`, and a mask that is 1 on those that the target wrote `[T]`.
 
-    `content` is a digest of the question: it decides which rows are held out, whatever their ids and places. `depths`
-    are those at which rounds of decoding reached each token `[T]`, 0 where none did; None without a drafter. `asked`
+    `content` is a digest of the question: it decides which rows are held out, whatever their ids and places. `asked`
     are digests of its questions (`Prompt.asked_digests`). `images` are those that its tokens show, in order.
     """
 
@@ -58,13 +50,12 @@ class TrainingRow:
     input_ids: list[int]
     loss_mask: list[int]
     content: str
-    depths: list[int] | None = None
     asked: Sequence[str] = ()
     images: Sequence[PromptImage] = ()
 
 
 def load_responses(folder: str | Path) -> Dataset:
-    """Return the data set in `folder`: id, suite, input_ids, loss_mask (1 on response tokens), and `depths`, if any."""
+    """Return the data set in `folder`: id, suite, input_ids, loss_mask (1 on response tokens)."""
     provenance(folder)  # refuses a folder of something else
     require_whole(Path(folder))
     try:
@@ -115,18 +106,6 @@ def provenance(folder: str | Path) -> dict[str, Any]:
     return saved
 
 
-def rounds_of(folder: Path) -> dict[str, int]:
-    """Return the numbers of prompts for which each drafter speculated. BadInputError: no depths are known."""
-    drafters: dict[str, int] = provenance(folder).get(ROUNDS, {})
-    if not drafters:
-        raise BadInputError(
-            f"data.verified: the responses in {folder} were written without a drafter that speculates. Name a drafter "
-            "(data.drafter) and delete that folder, so that the target answers again (the text will be the same), or "
-            "leave out data.verified."
-        )
-    return drafters
-
-
 def require_whole(folder: Path) -> None:
     """Refuse responses that were altered after they were written."""
     digests.require_whole(folder, "Take a good copy, or delete the folder and run distill again.")
@@ -138,7 +117,6 @@ def save_data_set(
     workplace: Path,
     describe: Callable[[], dict[str, Any]],
     name: str,
-    with_depths: bool = False,
     with_images: bool = False,
 ) -> None:
     """Write a data set beside its place, then move it there. Its rows are never all in memory.
@@ -147,10 +125,9 @@ def save_data_set(
         workplace: a folder for temporary files.
         describe: returns the provenance, when all rows were written.
         name: the fingerprint of this content, by which the library caches results.
-        with_depths, with_images: whether there is a column of them.
+        with_images: whether there is a column of them.
     """
-    more = {DEPTHS: List(Value("int16"))} if with_depths else {}
-    more |= {IMAGES: List(Value("string"))} if with_images else {}
+    more = {IMAGES: List(Value("string"))} if with_images else {}
     features = Features(**_FEATURES, **more)
     pictures = working_name(workplace / IMAGES, "tmp")
     stream = working_name(workplace / "rows.arrow", "tmp")  # by which the next run clears what a kill leaves
@@ -189,22 +166,3 @@ def _kept_image(image: PromptImage, folder: Path) -> str:
     if not file.exists():
         write_atomically(file, image.read())
     return image.digest
-
-
-def depths_of_answer(emitted: Sequence[int]) -> Iterator[int]:
-    """Yield the depth of each token of an answer, from the numbers of tokens that its rounds emitted."""
-    yield 0
-    for count in emitted:
-        yield from range(1, count + 1)
-
-
-def depths_of_rows(masks: Sequence[Sequence[int]], rounds: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the depths of rows, `[T]` each, whose loss masks `[T]` are 1 on the answers, each once and in order.
-
-    `rounds` are the numbers of tokens that each round emitted, of each answer.
-    """
-    waiting = list(chain.from_iterable(map(depths_of_answer, rounds)))
-    if len(waiting) != (count := sum(map(sum, masks))):
-        raise ValueError(f"{count} tokens were answered, and rounds emitted {len(waiting)}.")
-    left = iter(waiting)
-    return [[next(left) if answered else 0 for answered in mask] for mask in masks]

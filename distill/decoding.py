@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -47,36 +46,26 @@ class Responder:
     def batch(self, indices: Sequence[int]) -> list[Answer]:
         """Return the answers to the prompts with these indices, turn by turn, until nothing more is asked."""
         turns: dict[int, list[Tokens]] = {index: [] for index in indices}
-        rounds: dict[int, list[list[int]]] = {index: [] for index in indices}
         target = self.decoder.target
         tokenizer, longest = target.require_tokenizer(), longest_question(self.spec, target.max_context)
         prompts = {index: self.prompts[index] for index in indices}
         asked = {index: prompt.tokens for index, prompt in prompts.items()}
         while asked:
-            for index, (answer, emitted) in self._answers(asked, prompts).items():
+            for index, answer in self._answers(asked, prompts).items():
                 turns[index].append(answer)
-                if self.drafter:
-                    rounds[index].append(emitted)
             following = {i: next_question(prompts[i], turns[i], tokenizer, longest) for i in asked}
             asked = {i: question for i, question in following.items() if question is not None}
-        return [Answer(i, tuple(turns[i]), "", tuple(rounds[i]), self.drafter) for i in indices]
+        return [Answer(i, tuple(turns[i])) for i in indices]
 
-    @cached_property
-    def drafter(self) -> str:
-        """The drafter in words: its kind and the beginning of its digest; "" for none."""
-        drafter = self.decoder.drafter
-        return "" if drafter is None else f"{drafter.name} {drafter.digest()[:16]}"
-
-    def _answers(self, asked: Questions, prompts: dict[int, Prompt]) -> dict[int, tuple[Tokens, list[int]]]:
-        """Return an answer to each question, with the tokens that each round emitted; with images one at a time."""
+    def _answers(self, asked: Questions, prompts: dict[int, Prompt]) -> dict[int, Tokens]:
+        """Return an answer to each question; with images one at a time."""
         images = {i: self.decoder.target.image_inputs(tokens, prompts[i].images) for i, tokens in asked.items()}
         together = {i: tokens for i, tokens in asked.items() if images[i] is None}
-        found: dict[int, tuple[Tokens, list[int]]] = {}
+        found: dict[int, Tokens] = {}
         for part in [together, *({i: tokens} for i, tokens in asked.items() if i not in together)]:
             if part:
                 out = self._generate(part, [images[i] for i in part if i not in together])
-                for number, (i, answer) in enumerate(zip(part, out.tokens, strict=True)):
-                    found[i] = answer, [one.emitted for one in out.rounds[number]] if self.drafter else []
+                found |= zip(part, out.tokens, strict=True)
         return found
 
     def _generate(self, asked: Questions, images: Sequence[ImageInputs | None]) -> Output:

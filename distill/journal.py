@@ -2,7 +2,6 @@
 
     identity.json   what decides the text; a run with other settings is refused
     00007.jsonl     answers, one line each: {"index": of the prompt, "answers": [token ids of each turn]}
-                    and, where a drafter speculated: {"rounds": tokens that each round emitted, of each turn, "drafter"}
                     or, of a prompt that nothing can be learnt from: {"index", "dropped": why}
     SHA256SUMS      a line for each of these files, once it is whole
     .00008.claim    a lock: some process is at work on that batch
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -104,39 +102,30 @@ class Answer:
         index: of the prompt.
         turns: token ids of each of the target's answers, in order.
         dropped: the reason for which nothing can be learnt from it; "" for none.
-        rounds: numbers of tokens that the rounds of decoding emitted after the first one, of each turn; () without a
-            drafter.
-        drafter: the drafter that speculated; "" for none.
     """
 
     index: int
     turns: tuple[Tokens, ...] = ()
     dropped: str = ""
-    rounds: tuple[list[int], ...] = ()
-    drafter: str = ""
 
     def line(self) -> bytes:
         row: dict[str, Any] = {"index": self.index}
         row |= {"dropped": self.dropped} if self.dropped else {"answers": self.turns}
-        row |= {"rounds": self.rounds, "drafter": self.drafter} if self.rounds else {}
         return json.dumps(row).encode() + b"\n"
 
     @classmethod
     def of(cls, line: bytes) -> Answer:
         row = json.loads(line)
-        row["turns"] = tuple(row.pop("answers", ()))
-        row["rounds"] = tuple(row.get("rounds", ()))
-        return cls(**row)
+        return cls(row["index"], tuple(row.get("answers", ())), row.get("dropped", ""))
 
 
 class Answers:
-    """All answers so far, by index of the prompt; memory holds their places. `drafters` counts each one's."""
+    """All answers so far, by index of the prompt; memory holds their places."""
 
     def __init__(self, files: Sequence[Path], num_prompts: int):
         self.files = files
         self._file = np.full(num_prompts, -1, np.int32)
         self._begin = np.zeros(num_prompts, np.int64)
-        self.drafters = Counter[str]()
         for number, file in enumerate(files):
             begin = 0
             with file.open("rb") as opened:
@@ -144,7 +133,6 @@ class Answers:
                     answer = Answer.of(line)
                     self._file[answer.index] = number
                     self._begin[answer.index] = begin
-                    self.drafters.update([answer.drafter] if answer.drafter else [])
                     begin += len(line)
 
     def __contains__(self, index: int) -> bool:

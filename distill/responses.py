@@ -37,10 +37,8 @@ from .client import read_key
 from .conversation import Supervised, given_sequences, sequences, why_ended
 from .data_set import (
     IMAGES,
-    ROUNDS,
     SCHEMA_VERSION,
     TrainingRow,
-    depths_of_rows,
     provenance,
     require_whole,
     save_data_set,
@@ -114,7 +112,6 @@ def check_images(recipe: Recipe, target: Target) -> None:
         "target.engine": recipe.target.engine is not None,
         "data.on_policy": bool(spec.on_policy),
         "data.learn_prompts": spec.learn_prompts,
-        "joint": recipe.joint is not None,
         f"drafter.type: {kind}": kind in HEADS and HEADS[kind].text_only,
     }
     if asked := [name for name, is_asked in reads_text.items() if is_asked]:
@@ -247,9 +244,8 @@ class _ResponsesBuilder:
             self.folder,
             self._rows(answers, counts),
             self.journal.folder,
-            lambda: self._provenance(counts, answers.drafters),
+            lambda: self._provenance(counts),
             name=digest_json(self.identity.to_dict())[:16],
-            with_depths=bool(answers.drafters),
             with_images=self.collected.has_images,
         )
         self.journal.remove()
@@ -263,10 +259,7 @@ class _ResponsesBuilder:
             self._count_ends(prompt, answer, counts)
             if reason:
                 counts[f"{reason}{_DROPPED}"] += 1
-            depths: Sequence[list[int] | None] = [None] * len(rows)
-            if rows and answer.rounds:
-                depths = depths_of_rows([mask for _, mask in rows], answer.rounds)
-            for (tokens, mask), row_depths in zip(rows, depths, strict=True):
+            for tokens, mask in rows:
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
@@ -276,7 +269,6 @@ class _ResponsesBuilder:
                     input_ids=tokens,
                     loss_mask=mask,
                     content=prompt.content,
-                    depths=row_depths,
                     asked=prompt.asked_digests(),
                     images=self.target.images_in(tokens, prompt.images),
                 )
@@ -328,17 +320,15 @@ class _ResponsesBuilder:
         for sentence in answers_in_words(counts, self.spec):
             _log.warning("%s", sentence)
 
-    def _provenance(self, counts: Counter[str], drafters: Counter[str]) -> dict[str, Any]:
-        found = {
+    def _provenance(self, counts: Counter[str]) -> dict[str, Any]:
+        return {
             "schema_version": SCHEMA_VERSION,
             **self.identity.to_dict(),
             "source": {"target": self.target.source, **self.spec.model_dump(include={"prompts", "limit", "sample"})},
             "counts": {**self.collected.counts(), f"{_EMPTY}{_DROPPED}": 0, **counts},
             "sources": self.collected.by_source(),
+            "versions": versions("outrider", "torch", "transformers", "datasets"),
         }
-        # Prompts for which each drafter speculated: the rounds are its own, the text is the target's.
-        found |= {ROUNDS: dict(drafters)} if drafters else {}
-        return found | {"versions": versions("outrider", "torch", "transformers", "datasets")}
 
 
 def answers_in_words(counts: Mapping[str, int], spec: DataSpec) -> list[str]:

@@ -11,7 +11,6 @@ from .eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from .lookup.fusion import Fusion, FusionConfig, fuse
 from .lookup.ngram import Ngram, NgramConfig
 from .lookup.suffix import Suffix, SuffixConfig
-from .losses import ReachedPositions
 from .low_rank import LowRank, LowRankConfig
 from .medusa import Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
@@ -40,7 +39,7 @@ HEADS.kernel |= {
 }
 FORMS |= {"low_rank": LowRank}
 
-__all__ = ["Drafter", "DrafterConfig", "DrafterLoss", "ReachedPositions", "TargetBatch"]
+__all__ = ["Drafter", "DrafterConfig", "DrafterLoss", "TargetBatch"]
 __all__ += ["HEADS", "drafter_config", "head_class", "load_drafter", "restore_drafter"]
 __all__ += ["Abilities", "NoDraftSession", "NodeSession", "Proposal", "Session", "TextSession"]
 __all__ += ["Fusion", "Ngram", "SelfSpeculative", "Suffix", "fuse"]

@@ -46,8 +46,6 @@ class Drafter(SavedDrafter[C]):
     `packs`: its loss keeps the documents of a row apart (`TargetBatch.documents`).
     `needs_layers`: it runs the target's own layers, which must be whole in each process.
     `text_only`: it cannot learn from rows with images.
-    `follows_rounds`: its loss depends on the depths of drafts, so that a share of it can lie on those that rounds of
-        decoding reached (`TargetBatch.verified`).
     `least_answer`: of shorter answers, in tokens, its loss learns nothing.
     """
 
@@ -58,7 +56,6 @@ class Drafter(SavedDrafter[C]):
     packs: ClassVar[bool] = False
     needs_layers: ClassVar[bool] = False
     text_only: ClassVar[bool] = False
-    follows_rounds: ClassVar[bool] = False
     least_answer: ClassVar[int] = 1
 
     @property

@@ -87,7 +87,6 @@ class FeatureDrafter(LayerDrafter):
     """A head that feeds on its own output; an architecture defines what is before and after its layers."""
 
     packs = True
-    follows_rounds = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
     # Later settings, which are left out of the digest at their default, so that older heads keep theirs.
@@ -153,8 +152,6 @@ class FeatureDrafter(LayerDrafter):
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """Return Σ_i decay^i · Σ_positions loss_i, of the logits and of the features (plainly in reference.py).
 
-        `batch.verified` moves a share of the weights to what rounds of decoding reached.
-
         At index t, step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}. An example: T = 6 and S = 3, in a
         row of which x_3, x_4 and x_5 are learned.
 
@@ -182,8 +179,6 @@ class FeatureDrafter(LayerDrafter):
         depths = torch.arange(1, steps + 1, device=rows.device)[:, None]  # [S, 1]
         step_exists = places.within.expand_as(learned)[learned] > depths  # [S, P]
         weights = self.config.decay ** (depths - 1).to(float32_or_more(drafted_hidden)) * step_exists  # [S, P]
-        if batch.verified is not None:
-            weights = batch.verified.weighed(weights, rows, predicted, depths, batch.documents)
         loss = divergence(self.config.loss)
         head = partial(self.logits, target=batch.target)
         settings = LossSettings(batch.target.lm_head, head, loss, self.token_ids, self.output_weights())

@@ -49,8 +49,6 @@ class TargetBatch:
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
         seed: of a loss's draws from a row, beside the row's text: so neither batch nor process changes them.
         documents: the texts of each row, where rows hold several; None where each holds one. For drafters that `pack`.
-        verified: the positions that rounds of decoding reached, on which a share of the loss lies; None for a loss
-            without it. For drafters that `follow_rounds`.
     """
 
     target: Target
@@ -60,7 +58,6 @@ class TargetBatch:
     last: Tensor
     seed: int = 0
     documents: Documents | None = None
-    verified: ReachedPositions | None = None
 
     def texts(self) -> Iterator[TargetBatch]:
         """Yield batches whose rows are one text each, from packed rows those of about one length together."""
@@ -72,8 +69,6 @@ class TargetBatch:
             texts = replace(self, tokens=alone(self.tokens), supervised=alone(self.supervised), documents=None)
             texts.last = alone(self.last)
             texts.hidden = None if self.hidden is None else alone(self.hidden)
-            if self.verified is not None:
-                texts.verified = replace(self.verified, depths=alone(self.verified.depths))
             yield texts
 
 
@@ -429,54 +424,3 @@ def metrics_by_depth(result: PositionLosses, wanted: Tensor, here: Tensor) -> di
         alphas.append(ahead(result.alpha.new_zeros(wanted.shape).masked_scatter(wanted, result.alpha[k]), k))
         measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, known), k))
     return metrics | acceptance_metrics(alphas, measured)
-
-
-@dataclass(frozen=True)
-class ReachedPositions:
-    """Which tokens of a batch's texts rounds of decoding reached, and the share of each text's loss that lies on those.
-
-    A round begins after a root and emits tokens: the drafts that were accepted, and the target's own after them. At
-    each of these depths a draft was judged. So every token of an answer but its first was reached in one round, at one
-    depth d, from the root d places before it: there a head learns exactly what decoding asks of it.
-    """
-
-    depths: Tensor  # at which depth a round reached each token, `[R, T]`; 0 where none did
-    share: float
-
-    def reached(self, rows: Tensor, places: Tensor, depths: Tensor) -> Tensor:
-        """Return which drafts rounds reached, bool: of the tokens at `places` of `rows`, at `depths` from 1 on."""
-        return self.depths[rows, places] == depths
-
-    def roots(self) -> Tensor:
-        """Return the roots of rounds, `[R, T]` bool: the tokens before those of depth 1."""
-        return torch.nn.functional.pad(self.depths == 1, (0, 1))[:, 1:]
-
-    def weighed(
-        self,
-        weights: Tensor,
-        rows: Tensor,
-        places: Tensor,
-        depths: Tensor,
-        documents: Documents | None = None,
-        rest: Tensor | None = None,
-    ) -> Tensor:
-        """Return `weights` of drafts, of which the share has moved to what was reached; the sum of each text stays.
-
-        Draft i of a text whose weights are w has (1 − share) · w_i, and if it was reached also share · w_i · Σ w / Σ w
-        of the reached ones. A text of which nothing was reached keeps its weights.
-
-        Args:
-            rows, places, depths: as in `reached`; they broadcast to `weights`.
-            documents: the texts that rows hold; None where each is one.
-            rest: replaces w in the first part, with the same sums; None for w.
-        """
-        rest = weights if rest is None else rest
-        reached = weights * self.reached(rows, places, depths)
-        numbers = rows if documents is None else documents.numbers(rows.device)[rows, places]
-        texts = numbers.expand_as(weights)
-        count = len(self.depths) if documents is None else len(documents) + 1
-        index, none = texts.flatten(), weights.new_zeros(count)
-        whole, there = (none.index_add(0, index, values.flatten()) for values in (weights, reached))
-        is_any = there > 0
-        factors = torch.where(is_any, self.share * whole / there.where(is_any, torch.ones_like(there)), 0.0)
-        return (1 - self.share * is_any)[texts] * rest + factors[texts] * reached

@@ -98,7 +98,6 @@ class Medusa(HeadDrafter[MedusaConfig]):
     config_class = MedusaConfig
     trains_target = True
     packs = True
-    follows_rounds = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
 
     def __init__(self, config: MedusaConfig):
@@ -126,10 +125,7 @@ class Medusa(HeadDrafter[MedusaConfig]):
         return (lambda x: target.lm_head(x, self.output_ids)) if own is None else (lambda x: target.scale(own(x)))
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return Σ_k decay^(k−1) · Σ_positions loss_k.
-
-        `batch.verified` moves a share of these weights to what rounds of decoding reached.
-        """
+        """Return Σ_k decay^(k−1) · Σ_positions loss_k."""
         wanted = batch.supervised.clone()
         wanted[:, :FIRST_LEARNED] = False
         rows, places = wanted.nonzero(as_tuple=True)
@@ -137,8 +133,6 @@ class Medusa(HeadDrafter[MedusaConfig]):
         count = self.config.num_heads
         steps = torch.arange(count, device=wanted.device)[:, None]
         weights = self.config.decay**steps * here  # [K, P]
-        if batch.verified is not None:
-            weights = batch.verified.weighed(weights, rows, places, steps + 1, batch.documents)
         heads = [self.lm_head(k, batch.target) for k in range(count)]
         parameters = [own.weight for own in self.own_outputs()]
         loss = divergence(self.config.loss)

@@ -130,7 +130,6 @@ class Mtp(HeadDrafter[MtpConfig]):
 
     name = "mtp"
     packs = True
-    follows_rounds = True
     config_class = MtpConfig
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
 
@@ -165,10 +164,7 @@ class Mtp(HeadDrafter[MtpConfig]):
         return lambda normed: target.lm_head(normed, self.output_ids)
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return Σ_k decay^(k−1) / Σ_j decay^(j−1) · Σ_positions loss_k.
-
-        `batch.verified` moves a share of these weights to what rounds of decoding reached.
-        """
+        """Return Σ_k decay^(k−1) / Σ_j decay^(j−1) · Σ_positions loss_k."""
         return DrafterLoss.sum(self._loss_of_texts(texts) for texts in batch.texts())
 
     def _loss_of_texts(self, batch: TargetBatch) -> DrafterLoss:
@@ -184,8 +180,6 @@ class Mtp(HeadDrafter[MtpConfig]):
         here = index >= 0
         decay = self.config.decay**steps
         weights = decay / decay.sum() * here
-        if batch.verified is not None:
-            weights = batch.verified.weighed(weights, rows, places, steps + 1)
         predicted = torch.stack([o[rows, i.clamp(min=0)] for o, i in zip(outputs, index, strict=True)])  # [S, P, H]
         loss = divergence(self.config.loss)
         settings = LossSettings(batch.target.lm_head, self.lm_head(batch.target), loss, self.output_ids)

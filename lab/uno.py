@@ -80,7 +80,6 @@ class Uno(Drafter[UnoConfig]):
     needs_layers = True
     text_only = True
     packs = True
-    follows_rounds = True
     least_answer = 3  # a root, the target's own draft after it, and one to learn
     config_class = UnoConfig
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)

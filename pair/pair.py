@@ -16,6 +16,7 @@ from ..distill.prompt_table import Prompt
 from ..eval.tuning_record import BatchTuning, Tuning, nearest
 from ..heads import Drafter, fuse, load_drafter
 from ..recipes import Recipe, load_recipe
+from ..recipes.schema import gone_and_off
 from ..targets import Fingerprint, Target, load_tokenizer, require_same_vocabulary
 from ..targets.config_only import target_without_layers
 from .calibration import read_calibration
@@ -111,10 +112,12 @@ class Pair(PairFiles):
     def recipe(self, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Recipe:
         """Return the recipe with changes as `load_recipe` takes them; suites that the pair keeps are named by file.
 
+        Keys of trainings that went since are left out: the drafter is there.
+
         Raises:
             BadInputError: the recipe is damaged, or an override cannot be used.
         """
-        recipe = load_recipe(self.recipe_file, overrides, changes)
+        recipe = load_recipe(self.recipe_file, overrides, gone_and_off() | dict(changes or {}))
         kept = {f"{SUITES}/{name}" for name in self.manifest.suites}
         suites = [str(self.folder.resolve() / name) if name in kept else name for name in recipe.eval.suites]
         return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": suites})})

@@ -299,10 +299,6 @@ class DataSpec(Section):
             (`lmbda` in TRL's GKDConfig; DistillSpec, arXiv 2310.08461). Up to `max_new_tokens`; needs a drafter that is
             a whole language model, and features online.
         on_policy_temperature: at which it writes them.
-        verified: share of the loss that lies on what rounds of decoding reached while `drafter` speculated: of the root
-            that a round began with, the drafts at depths up to one more than were accepted, by the drafter's own
-            weights of depths. The rest of the loss is spread as without it, over these drafts, too; each text's whole
-            weight stays. Held-out figures do not change. Needs a drafter that tells the depths of drafts apart.
     """
 
     prompts: Annotated[list[Source], Field(min_length=1), EachOnce]
@@ -326,7 +322,6 @@ class DataSpec(Section):
     responses: str | None = None
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
     on_policy_temperature: Temperature = 1.0
-    verified: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     @field_validator("servers", mode="before")
     @classmethod
@@ -346,11 +341,6 @@ class DataSpec(Section):
         if self.servers is None and self.requests != RequestsSpec():
             raise ValueError(
                 "requests are settings for servers, and there are none; name them (servers), or leave it out"
-            )
-        if self.verified > 0 and self.drafter is None and self.responses is None:
-            raise ValueError(
-                "verified follows the rounds in which our decoder speculates as it writes the responses, and there is "
-                "no drafter; set drafter to the folder of one, or leave out verified"
             )
         if self.features_dtype != "auto" and self.features != "cached":
             raise ValueError(
@@ -534,7 +524,7 @@ class Recipe(Section):
             BadInputError: an unknown or missing key, or a value of the wrong type; one line for each.
         """
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(_without_gone(values, printable_urls(where)))
         except ValidationError as error:
             lines = [_explain(e) for e in error.errors(include_url=False)]
             raise BadInputError("\n".join(f"{printable_urls(where)}: {line}" for line in lines)) from None
@@ -549,6 +539,37 @@ class Recipe(Section):
         Defaults of `drafter` are `heads.registry.with_defaults`' to tell, those of `training` are transformers'.
         """
         return yaml_text(self.model_dump(mode="json") | sections)
+
+
+# Keys that earlier versions had: the value that meant "off", which every recipe.yaml of a run names, the last day
+# that had them, and what to do instead. What was off is read without them, what was on is refused.
+GONE: dict[tuple[str, ...], tuple[Any, str, str]] = {
+    ("data", "verified"): (0.0, "2026-11-28", "It brought nothing that could be measured: leave it out"),
+}
+
+
+def gone_and_off() -> dict[str, Any]:
+    """Return these keys by dotted path, switched off: with them the recipe of a pair of that time is read."""
+    return {".".join(path): off for path, (off, _, _) in GONE.items()}
+
+
+def _without_gone(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a recipe's values without keys that went, and were off; BadInputError for one that was on."""
+    for path, (off, last_day, advice) in GONE.items():
+        *parents, key = path
+        section: Any = values
+        for parent in parents:
+            section = section.get(parent) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or key not in section:
+            continue
+        if section[key] != off:
+            raise BadInputError(
+                f"{where}: {'.'.join(path)} is a key that Outrider had until {last_day}. {advice}; or use an Outrider "
+                "of that day."
+            )
+        rest = {name: value for name, value in section.items() if name != key}
+        values = values | {parents[0]: rest} if parents else rest
+    return values
 
 
 _BOUNDS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}

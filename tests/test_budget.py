@@ -19,27 +19,27 @@ HOUSE = Path(__file__).parents[1]
 LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
-    "common": 3250,
-    "targets": 6550,
-    "heads": 8080,
-    "formats": 3830,
-    "decode": 3980,
-    "recipes": 800,
-    "distill": 5350,
-    "costs": 1205,
-    "eval": 4730,
-    "train": 4790,
-    "pair": 3335,
-    "serving": 2390,
-    "scripts": 3770,
+    "common": 3230,
+    "targets": 6510,
+    "heads": 7840,
+    "formats": 3810,
+    "decode": 3960,
+    "recipes": 820,
+    "distill": 5220,
+    "costs": 1200,
+    "eval": 4690,
+    "train": 4780,
+    "pair": 3310,
+    "serving": 2370,
+    "scripts": 3730,
     LAB: 9000,
 }
-OTHERS = {"tests": 54_700, "benchmarks": 4000}
+OTHERS = {"tests": 53_960, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,
     "imports inside functions, outside the command line": 26,
-    "Any": 746,
+    "Any": 752,
 }
 # Files of ours that run in one round of an EAGLE-3 chain, and in one of its training steps. The goals are 8 and 5.
 JOURNEYS = {"a token": 15, "a training step": 5}

@@ -19,10 +19,9 @@ from ..common.atomic import free_bytes, readable_bytes
 from ..common.errors import reason
 from ..common.places import TRAINED, require_place
 from ..costs.training import features_bytes
-from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
 from ..formats import require_served
-from ..heads import Drafter, LowRank
+from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target
 from .arguments import packing_of, training_arguments
@@ -42,10 +41,7 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     `drafter` and `seconds` are those of `train`, in the place of the recipe's drafter and steps.
     """
     drafter_class = check_drafter(recipe.drafter) if drafter is None else type(drafter)
-    # A low-rank change is trained by the loss of the drafter that it changes.
-    check_abilities(recipe, drafter_class, type(drafter.base) if isinstance(drafter, LowRank) else drafter_class)
-    if recipe.data.verified and (answered := data_folder(recipe)).is_dir():
-        rounds_of(answered)  # refuses finished responses without a record of the tokens that rounds reached
+    check_abilities(recipe, drafter_class)
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_place(recipe.output_folder, *TRAINED)

@@ -39,7 +39,7 @@ from .provenance import PROVENANCE, check_same_run, keep_target, read_provenance
 from .run import train
 
 _SHARED = ("target", "data", "eval", "template")  # sections that must be the same in recipes, but for a method's own:
-_METHOD = ("data.on_policy", "data.on_policy_temperature", "data.verified")
+_METHOD = ("data.on_policy", "data.on_policy_temperature")
 
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from ..common import BadInputError, IncompatibleError
 from ..common.signals import let_parent_decide
-from ..distill.data_set import DEPTHS
 from ..distill.engine_live_states import LiveStates
 from ..distill.features import FeatureStore
 from ..heads import Drafter, TargetBatch
@@ -50,24 +49,23 @@ _log = logging.getLogger(__name__)
 class Rows(Dataset):
     """Rows of a distilled data set: `{"index", "input_ids", "labels"}`; `EMPTY` is a row with nothing to learn.
 
-    Labels are the responses' tokens, with `prompts` all of them. With `depths` rows also have these: at which depth a
-    round of decoding reached each token, 0 where none did.
+    Labels are the responses' tokens, with `prompts` all of them.
     """
 
-    def __init__(self, table: datasets.Dataset, indices: Sequence[int], prompts: bool = False, depths: bool = False):
-        self.table, self.indices, self.prompts, self.depths = table, list(indices), prompts, depths
+    def __init__(self, table: datasets.Dataset, indices: Sequence[int], prompts: bool = False):
+        self.table = table
+        self.indices = list(indices)
+        self.prompts = prompts
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         if position == EMPTY:
-            empty = {"index": EMPTY, "input_ids": [0] * FIRST_LEARNED, "labels": [IGNORED] * FIRST_LEARNED}
-            return empty | ({DEPTHS: [0] * FIRST_LEARNED} if self.depths else {})
+            return {"index": EMPTY, "input_ids": [0] * FIRST_LEARNED, "labels": [IGNORED] * FIRST_LEARNED}
         index = self.indices[position]
         row = self.table[index]
-        labelled = self.labelled(index, row["input_ids"], row["loss_mask"])
-        return labelled | ({DEPTHS: row[DEPTHS] or [0] * len(row["input_ids"])} if self.depths else {})
+        return self.labelled(index, row["input_ids"], row["loss_mask"])
 
     def labelled(self, index: int, tokens: list[int], mask: Sequence[int]) -> dict[str, Any]:
         """Return a row of these tokens; `mask` is 1 on the response's."""
@@ -93,7 +91,7 @@ class Rows(Dataset):
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`; `depths` `[B, T]` if rows have.
+    """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`.
 
     Of packs `index` is that of each text, `[B, D]`, and there are their `lengths`, `[B, D]`.
     """
@@ -103,8 +101,6 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         "input_ids": padded([row["input_ids"] for row in rows], "cpu"),
         "labels": padded([row["labels"] for row in rows], "cpu", IGNORED),
     }
-    if DEPTHS in rows[0]:
-        batch[DEPTHS] = padded([row[DEPTHS] for row in rows], "cpu")
     if "lengths" not in rows[0]:
         return {**batch, "index": torch.tensor([row["index"] for row in rows])}
     index, lengths = ([row[name] for row in rows] for name in ("index", "lengths"))
@@ -141,11 +137,10 @@ class Order(Sampler[int]):
         yield from order if self.near is None else self.near(order)
 
 
-def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths: bool = False) -> tuple[Rows, Rows]:
+def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tuple[Rows, Rows]:
     """Return (training rows, held-out rows): a hash of a row's question decides, whatever its id and place.
 
-    `prompts`: the training rows also teach their prompts' tokens. `depths`: they also have those. Rows without a token
-    to learn are left out.
+    `prompts`: the training rows also teach their prompts' tokens. Rows without a token to learn are left out.
 
     Raises BadInputError if there is nothing to train on.
     """
@@ -158,7 +153,7 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths
             f"no rows to train on: of {len(table)} rows {len(learnable)} have a response and {len(held)} of those are "
             f"held out (data.holdout {holdout}); use more prompts or a smaller data.holdout."
         )
-    return Rows(table, training, prompts, depths), Rows(table, sorted(held))
+    return Rows(table, training, prompts), Rows(table, sorted(held))
 
 
 def check_answers(rows: Rows, drafter: Drafter) -> None:
@@ -307,8 +302,7 @@ def packs_of(lengths: Sequence[int], size: int) -> list[list[int]]:
 class Packs(Dataset):
     """Packs of rows: `{"index", "lengths", "input_ids", "labels"}`, the first two with an entry for each text.
 
-    If the rows have `depths`, packs have them, too. `groups` are the positions in `rows` of each pack's texts, `size`
-    its tokens, at most, but for texts that are longer.
+    `groups` are the positions in `rows` of each pack's texts, `size` its tokens, at most, but for longer texts.
     """
 
     def __init__(self, rows: Rows, size: int | None = None):
@@ -323,11 +317,10 @@ class Packs(Dataset):
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         rows = [self.rows[text] for text in ([EMPTY] if position == EMPTY else self.groups[position])]
-        along_tokens = ["input_ids", "labels", *([DEPTHS] if self.rows.depths else [])]
         return {
             "index": [row["index"] for row in rows],
             "lengths": [len(row["input_ids"]) for row in rows],
-            **{name: [value for row in rows for value in row[name]] for name in along_tokens},
+            **{name: [value for row in rows for value in row[name]] for name in ("input_ids", "labels")},
         }
 
     @property

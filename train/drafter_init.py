@@ -57,8 +57,8 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
     return drafter_class
 
 
-def check_abilities(recipe: Recipe, drafter_class: type[Drafter], followed: type[Drafter]) -> None:
-    """Refuse a drafter that cannot learn, or not as the recipe asks; `followed` is the class whose loss trains it."""
+def check_abilities(recipe: Recipe, drafter_class: type[Drafter]) -> None:
+    """Refuse a drafter that cannot learn, or not as the recipe asks."""
     name, spec = drafter_class.name, recipe.data
     if not drafter_class.trainable:
         raise BadInputError(f"a {name} drafter has no weights: there is nothing to train.")
@@ -97,12 +97,6 @@ def check_abilities(recipe: Recipe, drafter_class: type[Drafter], followed: type
         if recipe.joint is not None or spec.on_policy:
             other = "data.on_policy" if spec.on_policy else "joint"
             raise BadInputError(f"training.packing: with {other} each row is one text; leave out training.packing.")
-    if spec.verified and not followed.follows_rounds:
-        raise BadInputError(
-            f"data.verified is {spec.verified:g}, but a {followed.name} drafter reads the text itself, where the "
-            "drafts of a round are what they are everywhere: it has nothing to weigh. Leave out data.verified, or take "
-            f"one of these: {able_drafters('follows_rounds')}."
-        )
 
 
 def able_drafters(ability: str) -> str:

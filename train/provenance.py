@@ -11,7 +11,6 @@ from ..common.atomic import write_atomically
 from ..common.digests import read_sealed, seal_problem, sealed_text, write_json
 from ..common.places import RUN, mark
 from ..common.runtime import versions
-from ..distill.data_set import ROUNDS
 from ..distill.data_set import provenance as data_provenance
 from ..heads.registry import is_warm, with_defaults
 from ..recipes import Recipe, load_recipe
@@ -106,7 +105,7 @@ def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, 
         "schema_version": SCHEMA_VERSION,
         "target": {"digest": target.fingerprint().digest, **target.source},
         "data": {"responses_of": saved["target"]["digest"]}
-        | {k: v for k, v in saved.items() if k in ("prompts", "sampling", "source", "counts", ROUNDS)},
+        | {k: v for k, v in saved.items() if k in ("prompts", "sampling", "source", "counts")},
         **facts,
         "versions": versions(),
     }

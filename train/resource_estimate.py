@@ -66,7 +66,7 @@ def plan(
             f"{sharding!r}."
         )
     drafter_class = check_drafter(recipe.drafter)
-    check_abilities(recipe, drafter_class, drafter_class)
+    check_abilities(recipe, drafter_class)
     args = _arguments(recipe)
     target = sketch_target(recipe)
     work = workload(recipe, rows)

@@ -33,7 +33,7 @@ from ..common.locks import locked
 from ..common.machine import free_bytes
 from ..common.signals import StoppedError, how, number_of
 from ..common.terminal import VisibleConsole
-from ..distill.data_set import DEPTHS, images_of, load_responses, rounds_of
+from ..distill.data_set import images_of, load_responses
 from ..distill.engine_live_states import LiveStates
 from ..distill.engine_states import EngineStates
 from ..distill.features import FeatureStore
@@ -198,14 +198,6 @@ def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, secon
     return start
 
 
-def _log_rounds(table: datasets.Dataset, data: Path) -> None:
-    """Log the drafters whose rounds `data.verified` follows, and how many rows have none; refuse data without any."""
-    _log.info("data.verified follows the rounds of %s", ", ".join(rounds_of(data)))
-    if without := table.data.column(DEPTHS).null_count:
-        counts = f"of {len(table)} rows {without} were written without a drafter"
-        _log.warning("data.verified: %s, and weigh as without data.verified.", counts)
-
-
 @dataclass(frozen=True)
 class _Training:
     """One training of a recipe for a target: makes its trainer, runs the loop, and writes the results."""
@@ -221,9 +213,7 @@ class _Training:
     def trainer(self, data: Path, drafter: Drafter | None, adapter: Adapter | None) -> DrafterTrainer:
         """Return the trainer of the given drafter, or of the recipe's, on the responses in `data`."""
         recipe, table = self.recipe, load_responses(data)
-        if recipe.data.verified:
-            _log_rounds(table, data)
-        training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts, recipe.data.verified > 0)
+        training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts)
         if recipe.data.holdout > 0 and not len(held_out):
             rows = f"{len(training)} rows, data.holdout {recipe.data.holdout:g}"
             asked = recipe.eval.patience is not None or recipe.training.get("load_best_model_at_end")
@@ -249,7 +239,7 @@ class _Training:
         if (packing := packing_of(recipe.training)) is not None:
             batches, packs = PackedBatches(batches, self._room()), Packs(training, packing.max_length)
             _log.info("%s", packs.summary())
-        train_data = TrainData(batches, packs or training, held_out, on_policy, measured, recipe.data.verified)
+        train_data = TrainData(batches, packs or training, held_out, on_policy, measured)
         joint = None if adapter is None or recipe.joint is None else JointModule(drafter, adapter, recipe.joint)
         if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)

@@ -23,8 +23,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..common.errors import NotFiniteError
-from ..distill.data_set import DEPTHS
-from ..heads import Drafter, DrafterLoss, ReachedPositions
+from ..heads import Drafter, DrafterLoss
 from . import checkpoints, muon
 from .arguments import GAP, MEASURED
 from .callbacks import EpochOrder, GracefulStop, StepLines
@@ -51,7 +50,6 @@ class TrainData:
     held_out: Rows
     on_policy: OnPolicy | None = None  # replaces responses in training batches by the drafter's own; None does not
     measured: MeasuredTau | None = None  # decodes for τ at each evaluation; None does not
-    verified: float = 0.0  # share of the training loss on positions that rounds of decoding reached; rows have `depths`
 
 
 class MetricSums:
@@ -311,8 +309,6 @@ class DrafterTrainer(HookedTrainer):
         """
         batch = self.data.batches.of(inputs)
         batch.seed = self.args.seed * 1_000_003 + self.state.global_step
-        if self.data.verified:
-            batch.verified = ReachedPositions(inputs[DEPTHS], self.data.verified)
         loss = loss_of(model(batch))
         if not self._checked_counts:
             assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), (

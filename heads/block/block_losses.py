@@ -13,7 +13,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from ...targets.sequence_packing import Documents
 from ..base import Drafter, DrafterLoss, TargetBatch
 from ..losses import (
     ChunkedSlopes,
-    ReachedPositions,
     TargetDistribution,
     acceptance_metrics,
     compare,
@@ -43,7 +41,6 @@ class Anchors:
     spans: tuple[tuple[int, int], ...]  # the first and the last place of each column's anchors, on the host
     documents: Documents | None = None  # the texts that the rows hold; None where each is one
     earliest: tuple[int, ...] = ()  # where the first text of each column begins
-    usual: Tensor | None = None  # drawn evenly, not for a round that began there, `[R, n]` bool; None for all of them
 
     @classmethod
     def of(
@@ -53,7 +50,6 @@ class Anchors:
         count: int,
         step: int = 0,
         documents: Documents | None = None,
-        verified: ReachedPositions | None = None,
     ) -> Anchors:
         """Draw up to `count` anchors of each text from its `eligible` places `[R, T]`, without replacement.
 
@@ -61,39 +57,33 @@ class Anchors:
 
         Args:
             tokens: the rows' texts, `[R, T]`.
-            verified: its share of each text's anchors is drawn from the roots of rounds, as far as there are so many.
         """
         if eligible.device.type == "meta":
             return cls._without_contents(eligible, count)
-        draw = partial(_drawn, count, step, 0.0 if verified is None else verified.share)
-        roots = torch.zeros_like(eligible) if verified is None else eligible & verified.roots()
-        rows = eligible.cpu(), roots.cpu(), tokens.cpu()
+        on_host, texts = eligible.cpu(), tokens.cpu()
         if documents is None:
-            return cls._filled([draw(*row) for row in zip(*rows, strict=True)], eligible, None)
-        by_row: list[_Drawn] = [[] for _ in documents.lengths]
+            return cls._filled([_drawn(count, step, *row) for row in zip(on_host, texts, strict=True)], eligible, None)
+        by_row: list[list[int]] = [[] for _ in documents.lengths]
         for document in documents:
             begin, end = document.places.start, document.places.stop
-            drawn = draw(*(row[document.row, begin:end] for row in rows))
-            by_row[document.row] += [(begin + place, is_usual) for place, is_usual in drawn]
+            drawn = _drawn(count, step, on_host[document.row, begin:end], texts[document.row, begin:end])
+            by_row[document.row] += [begin + place for place in drawn]
         return cls._filled(by_row, eligible, documents)
 
     @classmethod
-    def _filled(cls, drawn: Sequence[_Drawn], eligible: Tensor, documents: Documents | None) -> Anchors:
+    def _filled(cls, rows: Sequence[list[int]], eligible: Tensor, documents: Documents | None) -> Anchors:
         """Return drawn anchors, padded to the longest row."""
-        width, device = max(1, *map(len, drawn)), eligible.device
+        width, device = max(1, *map(len, rows)), eligible.device
         # A row without that many repeats a place: its queries need something that they may attend to.
         fill = min(FIRST, eligible.shape[1] - 1)
-        rows = [[place for place, _ in row] for row in drawn]
         places = [row + [row[-1] if row else fill] * (width - len(row)) for row in rows]
         real = [[True] * len(row) + [False] * (width - len(row)) for row in rows]
-        usual = [[is_usual for _, is_usual in row] + [True] * (width - len(row)) for row in drawn]
         spans = tuple((min(column), max(column)) for column in zip(*places, strict=True))
         earliest = [0] * width
         if documents is not None:
             earliest = documents.starts(torch.device("cpu")).gather(1, torch.tensor(places)).amin(0).tolist()
         tensors = torch.tensor(places, device=device), torch.tensor(real, device=device)
-        drawn_for_rounds = None if all(map(all, usual)) else torch.tensor(usual, device=device)
-        return cls(*tensors, spans, documents, tuple(earliest), drawn_for_rounds)
+        return cls(*tensors, spans, documents, tuple(earliest))
 
     def starts(self) -> Tensor | None:
         """Return where the text of each anchor begins, `[R, n]`; None where each row is one text."""
@@ -124,21 +114,14 @@ def eligible_places(supervised: Tensor, strict: bool) -> Tensor:
     return eligible & (torch.arange(supervised.shape[1], device=supervised.device) >= FIRST)
 
 
-_Drawn = list[tuple[int, bool]]  # places, ascending, each with whether it was drawn evenly
-
-
-def _drawn(count: int, step: int, share: float, eligible: Tensor, roots: Tensor, text: Tensor) -> _Drawn:
-    """Return up to `count` anchors of a text at `eligible` places `[T]`, a `share` of them `roots` of rounds `[T]`."""
+def _drawn(count: int, step: int, eligible: Tensor, text: Tensor) -> list[int]:
+    """Return up to `count` anchors of a text at `eligible` places `[T]`, ascending."""
     places = eligible.nonzero()[:, 0]
     if len(places) <= count:
-        return [(place, True) for place in places.tolist()]
+        return list(places.tolist())
     content = text[: int(places[-1]) + 2].contiguous().numpy().tobytes()  # without padding
     generator = torch.Generator().manual_seed(zlib.crc32(content + str(step).encode()))
-    begun = roots.nonzero()[:, 0]
-    wanted = min(int(share * count), len(begun))
-    evenly = places[torch.randperm(len(places), generator=generator)[: count - wanted]]
-    others = begun[torch.randperm(len(begun), generator=generator)[:wanted]]
-    return sorted((dict.fromkeys(others.tolist(), False) | dict.fromkeys(evenly.tolist(), True)).items())
+    return sorted(places[torch.randperm(len(places), generator=generator)[:count]].tolist())
 
 
 @dataclass(frozen=True)
@@ -148,7 +131,6 @@ class BlockTargets:
     rows: Tensor  # the row of each anchor, `[A]`
     places: Tensor  # where its drafts stand, inside the text, `[A, k]`
     counts: Tensor  # which drafts are to be learned, `[A, k]` bool
-    usual: Tensor | None = None  # which anchors were drawn evenly, `[A]` bool; None for all of them
 
     @classmethod
     def of(cls, anchors: Anchors, supervised: Tensor, drafts: int) -> BlockTargets:
@@ -160,8 +142,7 @@ class BlockTargets:
         inside = places < length
         places = places.clamp(max=length - 1)
         learned = supervised[rows[:, None], places] & inside
-        usual = None if anchors.usual is None else kept(anchors.usual, anchors.real)
-        return cls(rows, places, learned.long().cumprod(1).bool(), usual)
+        return cls(rows, places, learned.long().cumprod(1).bool())
 
     def before_tokens(self, values: Tensor) -> Tensor:
         """Return `values` `[R, T, ...]` at the places before the drafts', `[A, k, ...]`."""
@@ -320,20 +301,11 @@ class BlockLearning:
         tokens that followed, or of Σ min(p, q).
         """
         config, targets = self.drafter.config, self.targets
-        documents, verified = self.batch.documents, self.batch.verified
         weights = targets.counts.float()
         if config.weighting == "decay":
             gamma = config.gamma or default_gamma(config.drafts)
             weights = weights * decay_weights(config.drafts, gamma, weights.device)
-        whole = targets.per_row(weights, self.wanted, documents)
-        if verified is None:
-            return whole
-        depths = torch.arange(1, config.drafts + 1, device=weights.device)
-        # Without the anchors that were drawn for rounds, the rest is spread as always. (A whole share leaves none.)
-        rest = whole
-        if targets.usual is not None and verified.share < 1:
-            rest = targets.per_row(weights * targets.usual[:, None], self.wanted, documents)
-        return verified.weighed(whole, targets.rows[:, None], targets.places, depths, documents, rest)
+        return targets.per_row(weights, self.wanted, self.batch.documents)
 
     def _metrics(self, figures: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return `loss_d1`, `top1_d1`, …, and the acceptance of chains, over the drafts that count."""

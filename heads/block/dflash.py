@@ -179,7 +179,6 @@ class DFlash(LayerDrafter[C]):
 
     name = "dflash"
     packs = True
-    follows_rounds = True
     least_answer = 2  # an anchor, and a draft
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     cached_class: ClassVar[type[CachedBlocks]] = CachedBlocks
@@ -250,9 +249,7 @@ class DFlash(LayerDrafter[C]):
         wanted = batch.supervised.clone()
         wanted[:, :FIRST_LEARNED] = False
         eligible = eligible_places(wanted, strict=self.training)
-        anchors = Anchors.of(
-            eligible, batch.tokens, self.config.num_anchors, batch.seed, batch.documents, batch.verified
-        )
+        anchors = Anchors.of(eligible, batch.tokens, self.config.num_anchors, batch.seed, batch.documents)
         targets = BlockTargets.of(anchors, wanted, self.config.drafts)
         states = kept(self.states(batch.target, batch.tokens, batch.hidden, anchors), anchors.real)
         return self.learning_class(self, batch, wanted, targets).loss(states)

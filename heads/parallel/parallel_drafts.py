@@ -17,7 +17,6 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -32,9 +31,7 @@ from ..losses import (
     Head,
     LossSettings,
     PositionLosses,
-    ReachedPositions,
     acceptance_metrics,
-    ahead,
     compare_drafts,
     divergence,
 )
@@ -57,7 +54,6 @@ class Rollouts:
     real: Tensor  # not padding, `[R, E]` bool: that fills up rows, and parts that the next rollout does not fit into
     size: int  # masks of a part; the last one may have fewer
     contexts: tuple[int, ...]  # how many places of the text each part attends to
-    usual: Tensor | None = None  # drawn evenly, not because a round reached there, `[R, E]` bool; None for all of them
 
     @classmethod
     def drawn(
@@ -68,46 +64,28 @@ class Rollouts:
         ratio: float,
         least: float,
         step: int = 0,
-        served: Served | None = None,
     ) -> Rollouts:
         """Draw rollouts of up to `depths` − 1 masks: see `kept_counts`.
 
         Args:
             learned: which places predict a token that is to be learned, `[R, T]`: anchors and masks stand only there.
             tokens: the rows' texts, which seed the draws with `step`, `[R, T]`.
-            served: what rounds reached, for a share of the rollouts; None for none.
         """
         if learned.device.type == "meta":
             return cls._without_contents(learned, depths, ratio, least)
-        share = 0.0 if served is None else served.verified.share
-        draw = partial(_drawn, partial(kept_counts, depths=depths, ratio=ratio, least=least), step, share)
-        none = torch.zeros(depths, *learned.shape, dtype=torch.bool)
-        reached = none if served is None else served.reached(depths).cpu()
-        rows = zip(learned.cpu(), reached.unbind(1), tokens.cpu(), strict=True)
-        drawn = [draw(*row) for row in rows]
-        masks = [sorted(evenly | others) for evenly, others in drawn]
-        return cls.of(masks, max(_PART, depths - 1), learned.device, [others - evenly for evenly, others in drawn])
+        rows = zip(learned.cpu(), tokens.cpu(), strict=True)
+        masks = [_drawn(row, text, step, lambda first: kept_counts(first, depths, ratio, least)) for row, text in rows]
+        return cls.of(masks, max(_PART, depths - 1), learned.device)
 
     @classmethod
-    def of(
-        cls,
-        rows: Sequence[list[tuple[int, int]]],
-        size: int,
-        device: torch.device | str,
-        others: Sequence[set[tuple[int, int]]] = (),
-    ) -> Rollouts:
-        """Return rollouts of the sorted masks (anchor, depth) of each row; `others` were not drawn evenly."""
+    def of(cls, rows: Sequence[list[tuple[int, int]]], size: int, device: torch.device | str) -> Rollouts:
+        """Return rollouts of the sorted masks (anchor, depth) of each row."""
         parts = [_in_parts(row, size) for row in rows]
         width = max(1, *map(len, parts))
-        filled = [_filled(row, width) for row in parts]
-        masks = torch.tensor(filled)
+        masks = torch.tensor([_filled(row, width) for row in parts])
         contexts = tuple(1 + int(part[:, :, 0].max()) for part in masks.split(size, 1))
         anchors, depths, real = masks.to(device).unbind(2)
-        usual = None
-        if any(others):
-            known = zip(filled, others, strict=True)
-            usual = torch.tensor([[mask[:2] not in other for mask in row] for row, other in known], device=device)
-        return cls(anchors, depths, real.bool(), size, contexts, usual)
+        return cls(anchors, depths, real.bool(), size, contexts)
 
     @classmethod
     def _without_contents(cls, learned: Tensor, depths: int, ratio: float, least: float) -> Rollouts:
@@ -148,64 +126,28 @@ class Rollouts:
         return [torch.zeros_like(s, dtype=dtype).masked_fill_(s.logical_not(), float("-inf")) for s in seen]
 
 
-@dataclass(frozen=True)
-class Served:
-    """What rounds reached, for drafters whose entry at a place predicts the token `ahead` places later."""
+def _drawn(learned: Tensor, text: Tensor, step: int, counts: Callable[[int], list[int]]) -> list[tuple[int, int]]:
+    """Return the masks (anchor, depth) of a row, sorted; see `Rollouts.drawn`.
 
-    verified: ReachedPositions
-    ahead: int
-
-    def reached(self, depths: int) -> Tensor:
-        """Return the anchors after which a round reached the draft of the mask at each depth, `[depths, R, T]` bool.
-
-        The text's own entry is the mask at depth 0.
-        """
-        return torch.stack([ahead(self.verified.depths, self.ahead + d) == d + 1 for d in range(depths)])
-
-
-_Masks = set[tuple[int, int]]  # (anchor, depth) each
-
-
-def _drawn(
-    counts: Callable[[int], list[int]], step: int, share: float, learned: Tensor, reached: Tensor, text: Tensor
-) -> tuple[_Masks, _Masks]:
-    """Return the masks of a row that were drawn evenly, and those that rounds reached; see `Rollouts.drawn`.
-
-    Args:
-        counts: returns how many of so many anchors each depth keeps.
-        share: of the masks of a depth, as far as rounds reached so many.
-        reached: as of `Served.reached`, `[depths, T]`.
+    `counts` returns how many of so many anchors each depth keeps.
     """
-    evenly: _Masks = set()
-    others: _Masks = set()
     pool = learned.nonzero()[:, 0]
     if not len(pool):
-        return evenly, others
+        return []
     content = text[: int(pool[-1]) + 1].contiguous().numpy().tobytes()  # without padding
     generator = torch.Generator().manual_seed(zlib.crc32(content + str(step).encode()))
-    served, is_whole = (learned & reached[0]).nonzero()[:, 0], True
+    masks: list[tuple[int, int]] = []
     for depth, count in itertools.islice(enumerate(counts(len(pool))), 1, None):
-        pool, served = (_going_on(places, learned, depth) for places in (pool, served))
-        served = served[reached[depth, served]]
-        is_whole = is_whole and len(pool) <= count  # all that can be is there already
-        wanted = 0 if is_whole else min(int(share * count), len(served))
-        pool = _some(pool, count - wanted, generator)
-        if not is_whole:
-            served = _some(served, wanted, generator) if wanted else served[:0]
-        evenly |= {(place, depth) for place in pool.tolist()}
-        others |= {(place, depth) for place in served.tolist()}
-    return evenly, others
+        pool = _going_on(pool, learned, depth)
+        pool = pool[torch.randperm(len(pool), generator=generator)[:count]].sort().values
+        masks += [(place, depth) for place in pool.tolist()]
+    return sorted(masks)
 
 
 def _going_on(places: Tensor, learned: Tensor, depth: int) -> Tensor:
     """Return the anchors after which a mask at `depth` would predict a token that is to be learned."""
     places = places[places + depth < len(learned)]
     return places[learned[places + depth]]
-
-
-def _some(places: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return up to `count` of some places, ascending."""
-    return places[torch.randperm(len(places), generator=generator)[:count]].sort().values
 
 
 def _in_parts(masks: list[tuple[int, int]], size: int) -> list[tuple[int, int, bool]]:
@@ -270,7 +212,6 @@ class RolledDrafts:
     places: Tensor  # of that entry in its row, `[P]`
     entries: Tensor  # the entry of the pass that predicts it, `[P]`
     depths: Tensor  # 0 for the text's own entry, else the depth of the mask, `[P]`
-    usual: Tensor | None = None  # which were drawn evenly, `[P]` bool; None for all of them
 
     @classmethod
     def of(cls, learned: Tensor, rollouts: Rollouts) -> RolledDrafts:
@@ -285,27 +226,11 @@ class RolledDrafts:
             (places, learned.shape[1] + every % width),
             (torch.zeros_like(places), rollouts.depths.flatten()[real]),
         ]
-        usual = None
-        if rollouts.usual is not None:
-            usual = torch.cat([torch.ones_like(places, dtype=torch.bool), rollouts.usual.flatten()[real]])
-        rows, places, entries, depths = (torch.cat(pair) for pair in parts)
-        return cls(rows, places, entries, depths, usual)
+        return cls(*(torch.cat(pair) for pair in parts))
 
-    def weights(self, wanted: Tensor, decay: float, served: Served | None = None) -> Tensor:
-        """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`.
-
-        `served`: what rounds reached, to which a share of that moves.
-        """
+    def weights(self, wanted: Tensor, decay: float) -> Tensor:
+        """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`."""
         weights = decay ** self.depths.float()
-        whole = self._per_row(weights, wanted)
-        if served is None:
-            return whole
-        # Without the masks that were drawn for rounds, the rest is spread as always.
-        rest = whole if self.usual is None else self._per_row(weights * self.usual, wanted)
-        places = self.places + served.ahead
-        return served.verified.weighed(whole, self.rows, places, self.depths + 1, rest=rest)
-
-    def _per_row(self, weights: Tensor, wanted: Tensor) -> Tensor:
         sums = weights.new_zeros(len(wanted)).index_add(0, self.rows, weights)
         return weights * (wanted.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny))[self.rows]
 
@@ -353,13 +278,10 @@ def rollout_loss(
         config, wanted = drafter.config, batch.supervised.clone()  # [B, T]
         wanted[:, :ahead] = False
         learned = nn.functional.pad(wanted, (0, ahead))[:, ahead:]
-        served = None if batch.verified is None else Served(batch.verified, ahead)
-        rollouts = Rollouts.drawn(
-            learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.seed, served
-        )
+        rollouts = Rollouts.drawn(learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.seed)
         output = roll(batch, rollouts)  # [B, T + E, H]
         drafts = RolledDrafts.of(learned[:, :0] if sure else learned, rollouts)
-        weights = drafts.weights(wanted, config.decay, served)  # [P]
+        weights = drafts.weights(wanted, config.decay)  # [P]
         rows, places, drafted = drafts.rows, drafts.places + ahead, output[drafts.rows, drafts.entries]
         loss = divergence(config.loss)
         settings = LossSettings(batch.target.lm_head, head, loss, drafter.output_ids, parameters)

@@ -57,7 +57,6 @@ class Pard(DraftModel):
     name = "pard"
     writes_text = False
     by_layers = False  # see `RolledLayers`
-    follows_rounds = True  # it reads masks in place of drafts
     config_class = PardConfig
     abilities = Abilities(reads_nodes=True, fixed_shapes=True, one_pass=True)
     config: PardConfig

@@ -22,6 +22,7 @@ from outrider.heads.saved import GONE
 from outrider.pair import Pair, probe, verify
 from outrider.pair.registry import open_registry
 from outrider.recipes import load_recipe
+from outrider.recipes.schema import GONE as GONE_KEYS
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.provenance import read_provenance
@@ -91,6 +92,16 @@ def test_a_setting_that_went_is_dropped_where_it_was_off_and_refused_where_it_wa
     assert f"drafter: read without {name}: settings of earlier versions, which were off." in caplog.text
     with pytest.raises(BadInputError, match=rf"drafter\.{name}: .* had until {last_day}, .* Outrider of that day"):
         drafter_config({"type": "eagle1", name: "else"})
+
+
+@pytest.mark.parametrize("path", GONE_KEYS, ids=".".join)
+def test_a_recipe_key_that_went_is_dropped_where_it_was_off_and_refused_where_it_was_on(path):
+    off, last_day, advice = GONE_KEYS[path]
+    key = ".".join(path)
+    plain = load_recipe("embedded-eagle3")
+    assert load_recipe("embedded-eagle3", changes={key: off}) == plain
+    with pytest.raises(BadInputError, match=rf"{key} is a key that Outrider had until {last_day}\. {advice[:20]}"):
+        load_recipe("embedded-eagle3", [f"{key}=0.25"])
 
 
 def test_a_name_that_went_from_one_drafter_stays_a_setting_of_another():

@@ -202,7 +202,7 @@ def test_a_row_is_dropped_in_which_the_target_wrote_an_image_token(
     own = target("llava")
     monkeypatch.setattr(
         "outrider.distill.decoding.Responder._answers",
-        lambda self, asked, prompts: {i: ([own.image_token, 9] if prompts[i].images else [9, 9], []) for i in asked},
+        lambda self, asked, prompts: {i: [own.image_token, 9] if prompts[i].images else [9, 9] for i in asked},
     )
     rows = [{"messages": [said(picture("0.png"), "What?")]}, {"messages": [user("No picture.")]}]
     table = load_responses(distill(recipe_of(folder, rows), own))

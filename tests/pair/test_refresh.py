@@ -19,7 +19,7 @@ from outrider.heads import load_drafter
 from outrider.pair import Pair, gate_pairs, new_pair, probe, verify
 from outrider.pair.comparison import newest_report
 from outrider.pair.refresh import RefreshOptions, _measured_as, refresh, refresh_recipe
-from outrider.recipes import Recipe
+from outrider.recipes import Recipe, load_recipe
 from outrider.train.stopping import Until
 
 from .conftest import TEXTS, MakePair
@@ -125,15 +125,13 @@ def test_the_recipe_of_a_refresh_points_at_the_new_target_and_the_old_drafter(tr
     assert (recipe.training["max_steps"], recipe.data.limit, recipe.output_folder) == (3, 2, tmp_path / "out")
 
 
-def test_a_refresh_follows_the_rounds_of_the_pairs_own_drafter(trained, make_pair, make_target, tmp_path):
-    """Where the recipe follows rounds: those of an earlier drafter are no longer served."""
-    values = trained().recipe().model_dump()
-    values["data"] |= {"verified": 0.5, "drafter": "of/long/ago"}
-    pair = make_pair("eagle3", tmp_path / "follows", recipe=Recipe.from_dict(values))
-    found = refresh_recipe(pair, make_target(), tmp_path / "out").data
-    assert found.verified == 0.5
-    assert Path(found.drafter or "").samefile(pair.drafter_folder)
-    assert refresh_recipe(trained("ngram"), make_target(), tmp_path / "out").data.drafter is None
+def test_a_refresh_leaves_out_keys_of_trainings_that_are_gone(trained, make_target):
+    """As an earlier version wrote them into the recipe of a pair, which is sealed and cannot be mended by hand."""
+    pair = trained()
+    pair.recipe_file.write_text(pair.recipe_file.read_text().replace("data:\n", "data:\n  verified: 0.5\n"))
+    with pytest.raises(BadInputError, match=r"data\.verified is a key that Outrider had until"):
+        load_recipe(pair.recipe_file)
+    assert refresh_recipe(pair, make_target(), pair.folder / "out").data == pair.recipe().data
 
 
 def test_a_refreshed_pair_is_not_cut_again(trained, make_pair, make_target, tmp_path):

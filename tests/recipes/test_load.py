@@ -26,7 +26,6 @@ STATIC = "eval: a static tree has its own width and number of nodes; leave out w
 
 
 JOINT = "joint={lora: {}, learning_rate: 0.1}"
-UNDRAFTED = "and there is no drafter; set drafter to the folder of one, or leave out verified"
 
 
 def write(folder: Path, text: str) -> str:
@@ -158,10 +157,6 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
             "data.features_dtype=bfloat16",
             "data: features_dtype is how features are stored, and those of features: online",
         ),
-        ("data.verified=1.5", "data.verified: expected a value <= 1"),
-        ("data.verified=0.5", UNDRAFTED),
-        ("data.verified=0.5 & data.servers=['http://gpu1:8000/v1']", UNDRAFTED),
-        ("data.verified=0.5 & data.answers=given", UNDRAFTED),
         ("eval.patience=2", "eval: patience waits for a better measured τ; set"),
         ("joint={lora: {}}", "joint.learning_rate is missing; expected a number"),
         (f"{JOINT} & joint.wieght=1.0", "unknown key joint.wieght; did you mean joint.weight"),

@@ -307,11 +307,6 @@ class TrainingEstimate:
                 "the text that the drafter writes for itself (data.on_policy) is in neither operations nor time.",
             ),
             (
-                self.recipe.joint is not None,
-                "joint training's adapter, its second pass of the target and the pass back through it are in neither "
-                "memory, operations nor time.",
-            ),
-            (
                 engine is not None,
                 f"the target's {readable_bytes(weight_bytes(self.target.model))} of weights are in the engine, whose "
                 "time for responses and features is that of one such GPU; its states wait in a folder of "

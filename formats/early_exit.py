@@ -42,7 +42,7 @@ class EarlyExit(ExportLayout[SelfSpeculative, SelfSpeculativeConfig]):
         lacks = []
         if config.num_blocks:
             why = "it leaves through the target's own norm and output embedding"
-            lacks.append(Unsupported(f"num_blocks: {config.num_blocks}", why, "num_blocks: 0, with `joint` training"))
+            lacks.append(Unsupported(f"num_blocks: {config.num_blocks}", why, "num_blocks: 0, on a LayerSkip target"))
         if not config.share_lm_head:
             lacks.append(Unsupported("share_lm_head: false", "it has no other output embedding", "share_lm_head: true"))
         return lacks + pruned_lacking(config, "it drafts from the whole vocabulary")

@@ -41,7 +41,6 @@ class Drafter(SavedDrafter[C]):
     Decoding: `open` gives a session (heads/session.py). Training: `loss`, called by the trainer as `forward`.
 
     `writes_text`: it is a whole language model, which can write without a target: see `writer`.
-    `trains_target`: its loss may train the hidden states that it reads, and so the target (train/joint.py).
     `by_layers`: its loss runs the layers of its Hugging Face `model` as modules: FSDP2 may gather one at a time.
     `packs`: its loss keeps the documents of a row apart (`TargetBatch.documents`).
     `needs_layers`: it runs the target's own layers, which must be whole in each process.
@@ -51,7 +50,6 @@ class Drafter(SavedDrafter[C]):
 
     trainable: ClassVar[bool] = True
     writes_text: ClassVar[bool] = False
-    trains_target: ClassVar[bool] = False
     by_layers: ClassVar[bool] = False
     packs: ClassVar[bool] = False
     needs_layers: ClassVar[bool] = False

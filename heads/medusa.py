@@ -2,8 +2,7 @@
 
 Head k reads h_t, the hidden state that gives the target's own x_{t+1}, and predicts x_{t+1+k}. When a round begins,
 x_{t+1} is the root: depth k of a proposal comes from head k and the last processed hidden state, whatever was drafted
-before it. (In Medusa-2 the target learns with the heads: train/joint.py. Heads that also read what was drafted before
-are Hydra's, arXiv 2402.05109.)
+before it. (Heads that also read what was drafted before are Hydra's, arXiv 2402.05109.)
 
 Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary, K heads, C vectors
 that a head reads beside the hidden state.
@@ -96,7 +95,6 @@ class Medusa(HeadDrafter[MedusaConfig]):
 
     name = "medusa"
     config_class = MedusaConfig
-    trains_target = True
     packs = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
 

@@ -3,8 +3,7 @@
 The first E layers read the entries that the target has in its cache, and write those of the drafts after them. The
 verification writes the same entries once more, for all layers: a rejected draft leaves nothing, and there is no second
 cache. What is trained is x + MLP(norm(x)) for the hidden state x after the target's own final norm; then comes the
-target's output embedding. LayerSkip also trains the target's early layers, as does a LoRA beside the exit
-(train/joint.py).
+target's output embedding. LayerSkip also trains the target's early layers; here the target stays as it is.
 
 Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary.
 """
@@ -85,7 +84,6 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
     needs_layers = True
     packs = True
     config_class = SelfSpeculativeConfig
-    trains_target = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
 
     def __init__(self, config: SelfSpeculativeConfig):

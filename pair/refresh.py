@@ -103,8 +103,8 @@ def refresh(
 def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Return the pair's recipe, pointed at the new target and at its own drafter, for a share of the training.
 
-    The drafter is trained for the target as it is, also where a joint training made the pair. A pair that was itself
-    refreshed has a recipe of that length already; it is not cut again.
+    The drafter is trained for the target as it is. A pair that was itself refreshed has a recipe of that length
+    already; it is not cut again.
     """
     for override in overrides:
         section = override.partition("=")[0].strip().partition(".")[0]
@@ -112,7 +112,7 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
             option = "--target and --adapter" if section == "target" else "--out"
             raise BadInputError(f"a refresh cannot follow the override {override!r}: {option} say that.")
     recipe, drafter = pair.recipe(), str(pair.drafter_folder.resolve())
-    changes: dict[str, Any] = {"output": str(out), "data.responses": None, "joint": None, "drafter.init": drafter}
+    changes: dict[str, Any] = {"output": str(out), "data.responses": None, "drafter.init": drafter}
     if target.source.get("path"):
         source = {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
         dtype = {"dtype": str(target.dtype).removeprefix("torch.")}

@@ -11,10 +11,10 @@ from ..common import BadInputError
 from ..common.errors import did_you_mean
 from ..common.safe_load import YAML, parse_yaml, read_text
 from ..common.values import printable_urls
-from .schema import DataSpec, EngineSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, ServerSpec, SourceSpec, TargetSpec
+from .schema import DataSpec, EngineSpec, EvalSpec, Recipe, SamplingSpec, ServerSpec, SourceSpec, TargetSpec
 
 __all__ = ["Recipe", "embedded_file", "load_recipe", "packaged_recipes"]
-__all__ += ["DataSpec", "EngineSpec", "EvalSpec", "JointSpec", "SamplingSpec", "ServerSpec", "SourceSpec", "TargetSpec"]
+__all__ += ["DataSpec", "EngineSpec", "EvalSpec", "SamplingSpec", "ServerSpec", "SourceSpec", "TargetSpec"]
 
 _HERE = Path(__file__).parent
 

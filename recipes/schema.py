@@ -355,29 +355,6 @@ class DataSpec(Section):
         return self
 
 
-class JointSpec(Section):
-    """How the target learns beside the drafter, through a LoRA.
-
-    What comes out drafts for the target *with* that adapter. (Medusa-2, arXiv 2401.10774 §2.2.2; LayerSkip, arXiv
-    2404.16710.)
-
-    Attributes:
-        lora: fields of `peft.LoraConfig`.
-        learning_rate: of the LoRA, well below the drafter's, which is `training.learning_rate`.
-        heads_first: share of the steps in which the drafter learns alone.
-        weight: of the drafter's loss beside the target's, λ0.
-        loss: what holds the target: a divergence from what it said before (see `heads.losses`), or hard_ce with the
-            responses. forward_kl, the paper's self-distillation, also holds what a response does not show: every
-            token's probability.
-    """
-
-    lora: Open
-    learning_rate: Annotated[float, Field(ge=0)]
-    heads_first: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    weight: Annotated[float, Field(gt=0)] = 0.2
-    loss: str | dict[str, float] = "forward_kl"
-
-
 class EvalSpec(Section):
     """What is measured, and how.
 
@@ -469,7 +446,6 @@ class Recipe(Section):
             model's `init` may also be random, pretrained or prune.)
         training: fields of `transformers.TrainingArguments`.
         template: arguments of the target's chat template, such as `enable_thinking: false`, for data and suites.
-        joint: trains the target, too; the run's target is then `target` with `<output>/adapter`.
         output: where everything of this run goes; `{name}` is replaced.
     """
 
@@ -479,21 +455,15 @@ class Recipe(Section):
     data: DataSpec
     template: Open = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)
-    joint: JointSpec | None = None
     eval: EvalSpec = Field(default_factory=EvalSpec)
     output: Annotated[str, Field(min_length=1)] = "runs/{name}"
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Recipe:
-        if self.joint is not None and self.data.features == "cached":
+        if self.target.engine is not None and self.eval.training_prompts:
             raise ValueError(
-                "joint training changes the target's hidden states from step to step, so they cannot be cached; leave "
-                "out data.features: cached"
-            )
-        if self.target.engine is not None and (self.joint or self.eval.training_prompts):
-            raise ValueError(
-                "target.engine leaves the target's layers on the disk, and joint and eval.training_prompts run them; "
-                "leave them out"
+                "target.engine leaves the target's layers on the disk, and eval.training_prompts runs them; leave that "
+                "out"
             )
         if self.target.engine is None and self.data.features == "engine":
             raise ValueError("data.features: engine needs target.engine, which says where it is; or leave it out")
@@ -508,11 +478,6 @@ class Recipe(Section):
                 "target.engine.url makes hidden states, and writes them for every answer, too; name who answers "
                 "(data.servers), take responses that are finished (data.responses), or let Outrider start the engine "
                 "(target.engine.python)"
-            )
-        if self.joint is not None and self.target.adapter is not None:
-            raise ValueError(
-                f"joint trains a new adapter, and target.adapter is {self.target.adapter!r}; a run's target has one. "
-                "Save the merged target, and give its folder"
             )
         return self
 
@@ -543,32 +508,36 @@ class Recipe(Section):
 
 # Keys that earlier versions had: the value that meant "off", which every recipe.yaml of a run names, the last day
 # that had them, and what to do instead. What was off is read without them, what was on is refused.
-GONE: dict[tuple[str, ...], tuple[Any, str, str]] = {
-    ("data", "verified"): (0.0, "2026-11-28", "It brought nothing that could be measured: leave it out"),
+GONE: dict[str, tuple[object, str, str]] = {
+    "joint": (
+        None,
+        "2026-11-28",
+        "Fine-tune the target by itself (trl, peft), or name what joint training left: joint=null "
+        "target.adapter=<output>/adapter",
+    ),
+    "data.verified": (0.0, "2026-11-28", "It brought nothing that could be measured: leave it out"),
 }
 
 
-def gone_and_off() -> dict[str, Any]:
-    """Return these keys by dotted path, switched off: with them the recipe of a pair of that time is read."""
-    return {".".join(path): off for path, (off, _, _) in GONE.items()}
+def gone_and_off() -> dict[str, object]:
+    """Return these keys, switched off: with them the recipe of a pair of that time is read."""
+    return {path: off for path, (off, _, _) in GONE.items()}
 
 
 def _without_gone(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a recipe's values without keys that went, and were off; BadInputError for one that was on."""
     for path, (off, last_day, advice) in GONE.items():
-        *parents, key = path
-        section: Any = values
-        for parent in parents:
-            section = section.get(parent) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or key not in section:
+        section, _, key = path.rpartition(".")
+        here = values.get(section) if section else values
+        if not isinstance(here, dict) or key not in here:
             continue
-        if section[key] != off:
+        if here[key] != off:
             raise BadInputError(
-                f"{where}: {'.'.join(path)} is a key that Outrider had until {last_day}. {advice}; or use an Outrider "
-                "of that day."
+                f"{where}: {path} is a key that Outrider had until {last_day}. {advice}; or use an Outrider of "
+                "that day."
             )
-        rest = {name: value for name, value in section.items() if name != key}
-        values = values | {parents[0]: rest} if parents else rest
+        rest = {name: value for name, value in here.items() if name != key}
+        values = values | {section: rest} if section else rest
     return values
 
 

@@ -333,25 +333,17 @@ def tuned_contestant(found: BatchTuning, drafter: Drafter) -> Contestant:
 
 
 def load_target(recipe: Recipe) -> Target:
-    """Return the recipe's target in the dtype that is measured, with the adapter that joint training gave it."""
+    """Return the recipe's target in the dtype that is measured."""
     if recipe.target.engine is not None:
         return target_in_engine(recipe.target)
     spec = recipe.target.to_load()
-    if recipe.joint is not None:
-        adapter = recipe.output_folder / "adapter"
-        if not adapter.is_dir():
-            raise BadInputError(
-                f"the recipe trains its target, too, and there is no adapter in {recipe.output_folder}: "
-                "run `outrider train` with it first."
-            )
-        spec["adapter"] = str(require_result(recipe.output_folder, "adapter"))
     return Target.load(**spec | ({} if recipe.eval.dtype == "auto" else {"dtype": recipe.eval.dtype}))
 
 
 def require_own_target(recipe: Recipe, drafter: Path, target: Target) -> None:
     """Refuse a target that a saved drafter was not made for, by the run or the pair around it, if any is known.
 
-    The recipe's target may be loaded in another dtype, or with the adapter of joint training: then its files count.
+    The recipe's target may be loaded in another dtype: then its files count.
     """
     around = drafter.expanduser().resolve().parent
     around = around.parent if around.name == "checkpoints" else around
@@ -360,7 +352,7 @@ def require_own_target(recipe: Recipe, drafter: Path, target: Target) -> None:
     if known is None:
         return
     found, spec = target.fingerprint(), recipe.target
-    if known.differences(found) and spec.engine is None and (found.dtype != known.dtype or recipe.joint is not None):
+    if known.differences(found) and spec.engine is None and found.dtype != known.dtype:
         as_trained = spec.to_load() | {"dtype": known.dtype}
         del as_trained["sharding"]
         found = config_only_target(**as_trained).fingerprint()

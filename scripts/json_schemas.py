@@ -78,7 +78,7 @@ PAIR: Fields = {"folder": str, **fields_of(PairFacts)}
 ANSWERS: Fields = {
     "error": {"error": str},
     "distill": {"folder": str, "counts": dict[str, int | float]},
-    "train": {"drafter": str, "adapter": str | None, "steps": int, "metrics": dict[str, Any]},
+    "train": {"drafter": str, "steps": int, "metrics": dict[str, Any]},
     "eval": REPORT,
     "compare": REPORT,
     "tune": {"folder": str, "stored": bool, "tuning": Tuning},

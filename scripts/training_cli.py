@@ -46,14 +46,11 @@ def train(
 
     console = console_for(as_json)
     result = run(loaded, resume=not fresh, console=console)
-    adapter = None if result.adapter_folder is None else str(result.adapter_folder)
     console.print(
         f"drafter after {result.steps} steps: [bold]{escape(str(result.drafter_folder))}[/bold]"
         f"{escape(held_out_taus(result.metrics, result.kept))}"
     )
-    if adapter is not None:
-        console.print(f"for the target with the adapter [bold]{escape(adapter)}[/bold], which it was trained with")
-    made = {"drafter": str(result.drafter_folder), "adapter": adapter, "steps": result.steps}
+    made = {"drafter": str(result.drafter_folder), "steps": result.steps}
     finish(as_json, "train", made | {"metrics": result.metrics})
 
 

@@ -110,5 +110,4 @@ def test_whole_folders_are_written_by_few() -> None:
         "lab/grow_verb.py",
         "lab/transplant_verb.py",
         "scripts/quickstart.py",
-        "train/joint.py",
     }

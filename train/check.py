@@ -27,7 +27,6 @@ from ..targets import Target
 from .arguments import packing_of, training_arguments
 from .drafter_init import check_abilities, check_drafter, check_makes
 from .hooks import asks_for_checkpointing
-from .joint import adapted
 from .processes import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
 from .resource_estimate import UnknownShapesError, sketch_drafter, sketch_target, workload
 from .stopping import check_schedule
@@ -54,17 +53,13 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
             "data.features: engine makes states for one training process; several read those of data.features: cached."
         )
     check_many_processes(recipe, drafter_class, args)
-    if recipe.joint is not None:
-        check_joint(args, seconds)
     if seconds is not None:
         check_schedule(args)
     return args
 
 
 def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, drafter: Drafter | None = None) -> None:
-    """Refuse an adapter, or a drafter, that cannot be trained for this target, before that answers any prompt."""
-    with adapted(target, recipe.joint, args.seed):
-        pass  # one that does not fit is refused as it is put in
+    """Refuse a drafter that cannot be trained for this target, before that answers any prompt."""
     is_answered = data_folder(recipe).is_dir()
     if drafter is not None:
         drafter.check(target)
@@ -152,25 +147,10 @@ def check_many_processes(recipe: Recipe, drafter_class: type[Drafter], args: Tra
         )
     sharding = recipe.target.sharding
     prunes = recipe.drafter.get("init") == "prune"
-    needs_layers = prunes or drafter_class.needs_layers or recipe.joint is not None
-    if sharding != "none" and needs_layers:
+    if sharding != "none" and (prunes or drafter_class.needs_layers):
         raise BadInputError(
-            f"target.sharding is {sharding!r}, but joint training, {drafter_class.name} drafters or init prune need "
+            f"target.sharding is {sharding!r}, but {drafter_class.name} drafters or init prune need "
             "the target's whole layers; leave out target.sharding, or take another drafter."
-        )
-
-
-def check_joint(args: TrainingArguments, seconds: float | None) -> None:
-    """Refuse a time budget or a launch that the target cannot be trained with."""
-    if seconds is not None:
-        raise BadInputError(
-            "joint: the part of the training in which the drafter learns alone is counted in steps, so it cannot "
-            "follow a time budget."
-        )
-    kind = kind_of_processes(args)
-    if args.world_size > 1 and kind not in ("MULTI_CPU", "MULTI_GPU"):
-        raise BadInputError(
-            f"joint: training under {kind} is not supported; launch with --multi_gpu (data parallel) instead."
         )
 
 

@@ -26,7 +26,6 @@ from ..common.errors import LIBRARY_ERRORS
 from ..common.safe_load import FileLimits, read_json
 from ..heads import restore_drafter
 from .hooks import CheckpointIO, HookedTrainer
-from .joint import ADAPTER, JointModule
 from .optimizer_state import (
     FsdpStates,
     States,
@@ -216,11 +215,11 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
 class DrafterCheckpointIO(CheckpointIO):
     """The reading and writing of checkpoints that are loadable drafters, whatever engine spreads their training.
 
-    `trainer` holds the optimizer and the schedule, `form` the drafter, `joint` the adapter that is trained with it.
+    `trainer` holds the optimizer and the schedule, `form` the drafter.
     """
 
-    def __init__(self, trainer: HookedTrainer, form: ShardedDrafter | WholeDrafter, joint: JointModule | None):
-        self.trainer, self.form, self.joint = trainer, form, joint
+    def __init__(self, trainer: HookedTrainer, form: ShardedDrafter | WholeDrafter):
+        self.trainer, self.form = trainer, form
 
     @contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
@@ -244,15 +243,13 @@ class DrafterCheckpointIO(CheckpointIO):
         return last_complete(Path(self.trainer.args.output_dir or ""))
 
     def save_weights(self, folder: Path) -> None:
-        """Write the drafter into `folder`, and with joint training the adapter of its target."""
+        """Write the drafter into `folder`."""
         drafter = self.form.whole_in_first()
         if drafter is not None and self.trainer.args.should_save:
             drafter.save(folder)
-            if self.joint is not None:
-                self.joint.adapter.save(folder / ADAPTER)
 
     def load_weights(self, folder: Path) -> None:
-        """Read a saved drafter, and its target's adapter, into those in training; refuse damaged or other ones."""
+        """Read a saved drafter into the one in training; refuse a damaged or another one."""
         saved, own = restore_drafter(folder), self.form.drafter
         if type(saved) is not type(own):
             raise BadInputError(
@@ -265,8 +262,6 @@ class DrafterCheckpointIO(CheckpointIO):
                 f"{folder} holds a drafter of other sizes than this run's; choose another output, or start over. "
                 f"{error}"
             ) from error
-        if self.joint is not None:
-            self.joint.adapter.load(folder / ADAPTER)
 
     def save_states(self, folder: Path) -> None:
         states = self._states()

@@ -193,12 +193,6 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
                 f"{first.name} and {other.name} cannot be compared, they differ in: {'; '.join(lines)}. "
                 f"Give all of them the same, for example by {one}=… after the recipes, which changes every one."
             )
-    for recipe in recipes:
-        if recipe.joint is not None:
-            raise BadInputError(
-                f"{recipe.name} trains its target, too (joint), and a comparison has one target for all; leave it out, "
-                "or measure it alone."
-            )
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:

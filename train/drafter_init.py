@@ -18,14 +18,12 @@ from ..distill.data_set import provenance
 from ..distill.sources import check_sources
 from ..eval.measure import baseline_config
 from ..heads import HEADS, Drafter, drafter_config, load_drafter
-from ..heads.losses import divergence
 from ..heads.registry import init_words, is_warm, saved_type
 from ..heads.saved import CONFIG, read_config
 from ..recipes import Recipe
 from ..recipes.suite_names import find_suites
 from ..targets import Target
 from .arguments import packing_of
-from .joint import lora_config
 
 # Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must
 # agree with the saved drafter; where its first weights once came from no longer matters.
@@ -75,14 +73,6 @@ def check_abilities(recipe: Recipe, drafter_class: type[Drafter]) -> None:
             f"drafter.max_position_embeddings is {limit}, and answers alone have {spec.max_new_tokens} tokens (data."
             "max_new_tokens): an engine drafts no further than it says; leave it out, and it is the target's."
         )
-    if recipe.joint is not None:
-        lora_config(recipe.joint.lora)
-        divergence(recipe.joint.loss)
-        if not drafter_class.trains_target:
-            raise BadInputError(
-                f"joint: a {name} drafter's loss does not train the target's hidden states; leave out joint, or take "
-                f"one of these: {able_drafters('trains_target')}."
-            )
     if spec.on_policy and not drafter_class.writes_text:
         raise BadInputError(
             f"data.on_policy is {spec.on_policy:g}, but a drafter of type {name!r} writes no text of its own (it reads "
@@ -94,9 +84,10 @@ def check_abilities(recipe: Recipe, drafter_class: type[Drafter]) -> None:
                 f"training.packing: a {name} drafter's loss does not keep the texts of a row apart; leave out "
                 f"training.packing, or take one of these: {able_drafters('packs')}."
             )
-        if recipe.joint is not None or spec.on_policy:
-            other = "data.on_policy" if spec.on_policy else "joint"
-            raise BadInputError(f"training.packing: with {other} each row is one text; leave out training.packing.")
+        if spec.on_policy:
+            raise BadInputError(
+                "training.packing: with data.on_policy each row is one text; leave out training.packing."
+            )
 
 
 def able_drafters(ability: str) -> str:
@@ -136,12 +127,9 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
 def check_made(recipe: Recipe, drafter: Drafter, target: Target) -> None:
     """Refuse a drafter that cannot draft for the target, or has nothing to train: with its contents or without."""
     drafter.check(target)
-    learns_alone = recipe.joint is None or recipe.joint.heads_first > 0
-    if learns_alone and not any(p.requires_grad for p in drafter.parameters()):
-        way_out = " Set joint.heads_first to 0, and the target learns from the first step on." if recipe.joint else ""
+    if not any(p.requires_grad for p in drafter.parameters()):
         raise BadInputError(
             f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to train."
-            f"{way_out}"
         )
 
 

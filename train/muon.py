@@ -6,7 +6,7 @@ The update is scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], ste
 class MuonAdamW(torch.optim.Optimizer):
     """An optimizer of both kinds, with one list of groups for schedulers and one state for checkpoints.
 
-    Of `others` norms and biases (one dimension) do not decay; `groups` are AdamW's, with settings of their own.
+    Of `others` norms and biases (one dimension) do not decay.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        groups: Sequence[dict[str, Any]] = (),
     ):
         matrices, others = list(matrices), list(others)
         wide, narrow = ([p for p in others if (p.ndim > 1) == is_wide] for is_wide in (True, False))
@@ -80,8 +79,6 @@ class MuonAdamW(torch.optim.Optimizer):
         for members, decay in ((wide, weight_decay), (narrow, 0.0)):
             if members:
                 self._parts.append(torch.optim.AdamW(members, lr=lr, weight_decay=decay, betas=betas, eps=eps))
-        for group in groups:
-            self._parts.append(torch.optim.AdamW([group], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._link()
 

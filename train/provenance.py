@@ -57,7 +57,7 @@ def check_same_run(recipe: Recipe, output: Path, may_spread: bool = False) -> No
 def _deciding_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that decide the final weights, by dotted key."""
     values = recipe.model_dump(mode="json") | {"drafter": with_defaults(recipe.drafter)}
-    sections = {name: values[name] or {} for name in ("target", "drafter", "data", "training", "joint")}
+    sections = {name: values[name] or {} for name in ("target", "drafter", "data", "training")}
     flat = {f"{section}.{key}": value for section, entries in sections.items() for key, value in entries.items()}
     free = {f"training.{name}" for name in _FREE}
     # A target may be moved: the responses it wrote are compared with it by content. Of given ones the path counts.
@@ -122,7 +122,7 @@ def read_provenance(output: Path) -> dict[str, Any]:
 
 
 def require_result(output: Path, name: str) -> Path:
-    """Return the folder of a result of the training in `output` (its drafter, or its adapter), checked.
+    """Return the folder of a result of the training in `output`, checked.
 
     Raises Refusal if it was altered or damaged after it was written, and in which files.
     """

@@ -4,7 +4,6 @@
 <output>/features/      its hidden states, with `data.features: cached`
 <output>/checkpoints/   checkpoint-*/: a loadable drafter each, and what continuing needs
 <output>/drafter/       the result, the best of the evaluated weights: config.json, model.safetensors
-<output>/adapter/       with `joint`: a PEFT adapter, which belongs to the target that the drafter drafts for
 <output>/recipe.yaml    the recipe, every default written out
 <output>/target.json    the target by content: a run goes on, and is measured, for no other one
 <output>/provenance.json
@@ -42,7 +41,6 @@ from ..distill.responses import check_images, distill, target_in_engine
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target
-from ..targets.fingerprint import digest_files
 from ..targets.images import StoredImages
 from . import checkpoints, provenance
 from .arguments import MEASURED, packing_of
@@ -62,7 +60,6 @@ from .data import (
 from .decoding import MeasuredTau, OnPolicy
 from .drafter_init import made_for
 from .hooks import enable_checkpointing
-from .joint import ADAPTER, Adapter, JointBatches, JointModule, adapted
 from .processes import PeerLostError, is_lost_peer, peak_bytes
 from .stopping import Patience, Until, check_same_budget, counted, follow_clock, saved_clock
 from .trainer import DrafterTrainer, TrainData
@@ -83,13 +80,11 @@ class TrainResult:
         metrics: `eval_loss`, `eval_tau`, … on the held-out rows, and `train_loss`, `train_runtime` (seconds).
         steps: optimizer steps in all, those before a resume included.
         kept: after which step the drafter's weights were, and how they were chosen.
-        adapter_folder: of the target after joint training (`Target.load(…, adapter=adapter_folder)`), else None.
     """
 
     drafter_folder: Path
     metrics: dict[str, Any]
     steps: int
-    adapter_folder: Path | None = None
     kept: KeptWeights | None = None
 
 
@@ -109,8 +104,7 @@ def train(
     interrupted.
 
     Args:
-        target: used instead of loading `recipe.target`. It is frozen, and moved to the training device. After joint
-            training it is what it was before.
+        target: used instead of loading `recipe.target`. It is frozen, and moved to the training device.
         drafter: trained in place instead of a new one (in fp32).
         resume: False starts over; checkpoints of an earlier run are moved aside.
         console: shows the progress of distilling.
@@ -140,9 +134,8 @@ def train(
         check_with_target(recipe, args, target, drafter)
         training = _Training(recipe, args, target, console, seconds, until)
         data = distill(recipe, target, console)
-        with training.closing, adapted(target, recipe.joint, args.seed) as adapter:
-            trainer = training.trainer(data, drafter, adapter)
-            return training.finish(trainer, data, start)
+        with training.closing:
+            return training.finish(training.trainer(data, drafter), data, start)
 
 
 @contextmanager
@@ -210,7 +203,7 @@ class _Training:
     until: Until | None = None
     closing: ExitStack = field(default_factory=ExitStack)  # what is there while it trains
 
-    def trainer(self, data: Path, drafter: Drafter | None, adapter: Adapter | None) -> DrafterTrainer:
+    def trainer(self, data: Path, drafter: Drafter | None) -> DrafterTrainer:
         """Return the trainer of the given drafter, or of the recipe's, on the responses in `data`."""
         recipe, table = self.recipe, load_responses(data)
         training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts)
@@ -235,15 +228,14 @@ class _Training:
         measured = MeasuredTau.of(recipe, self.target)
         if (images := images_of(data, table, self.target)) is not None:
             check_images(recipe, self.target)
-        batches, prepared, packs = *self._batches(drafter, table, adapter, images), None
+        batches, prepared, packs = *self._batches(drafter, table, images), None
         if (packing := packing_of(recipe.training)) is not None:
             batches, packs = PackedBatches(batches, self._room()), Packs(training, packing.max_length)
             _log.info("%s", packs.summary())
         train_data = TrainData(batches, packs or training, held_out, on_policy, measured)
-        joint = None if adapter is None or recipe.joint is None else JointModule(drafter, adapter, recipe.joint)
         if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)
-        trainer = DrafterTrainer(drafter, self.args, train_data, self.seconds, joint, self.until)
+        trainer = DrafterTrainer(drafter, self.args, train_data, self.seconds, self.until)
         if trainer.budget is not None:
             clock, prepared = trainer.budget.clock, trainer.processes.mean(prepared)
             if prepared >= clock.seconds:
@@ -264,15 +256,11 @@ class _Training:
         free = free_bytes(args.device) if online and again and args.device.type == "cpu" else None
         return (free or 0) // 4 // args.world_size
 
-    def _batches(
-        self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None, images: StoredImages | None
-    ) -> tuple[Batches, float]:
+    def _batches(self, drafter: Drafter, table: datasets.Dataset, images: StoredImages | None) -> tuple[Batches, float]:
         """Return the maker of batches with hidden states, and the seconds that those on disk took, in all runs."""
         target, args = self.target, self.args
         # Most of a step is the pass of a float32 target; in mixed precision it is in bfloat16, as targets are served.
         precision = torch.bfloat16 if args.bf16 and target.dtype == torch.float32 else None
-        if adapter is not None:
-            return JointBatches(target, drafter.taps, adapter, precision), 0.0
         if self.recipe.data.features == "online":
             return OnlineBatches(target, drafter.taps, precision, images), 0.0
         engine = EngineStates.of_recipe(self.recipe, target, drafter.taps)
@@ -298,22 +286,16 @@ class _Training:
         folder = self.recipe.output_folder / "drafter"
         drafter = trainer.form.whole_in_first()
         peaks = trainer.processes.gather(peak_bytes(self.args.device))
-        adapter = None if trainer.joint is None else folder.with_name(ADAPTER)
         if drafter is not None and self.args.process_index == 0:
-            if trainer.joint is not None and adapter is not None:
-                save_whole(trainer.joint.adapter, adapter)
-                trainer.joint.adapter.remove()  # from the target: its own weights name it
             save_whole(drafter, folder)
             facts = self._facts(trainer, steps, time.monotonic() - began) | {"metrics": metrics}
             facts["training"] |= {"peak_bytes": peaks, "kept_step": kept.step}
-            if adapter is not None:
-                facts["adapter"] = {"files": digest_files(adapter)}
             provenance.write_provenance(self.recipe.output_folder, self.target, data, facts)
             finish_reports(self.recipe, self.args)
         self.args.distributed_state.wait_for_everyone()
         # accelerate wraps mixed precision around the instance's `forward`; the caller may use the drafter again.
         vars(trainer.drafter.eval()).pop("forward", None)
-        return TrainResult(folder, metrics, steps, adapter, kept)
+        return TrainResult(folder, metrics, steps, kept)
 
     def _train(self, trainer: DrafterTrainer, start: Path | None) -> tuple[int, dict[str, Any]]:
         """Return the steps in all and the trainer's own figures; a finished run is loaded, not trained further."""
@@ -377,7 +359,7 @@ class _Training:
 
     def _facts(self, trainer: DrafterTrainer, steps: int, seconds: float) -> dict[str, Any]:
         """Return the entries of provenance.json about the drafter and its training."""
-        budget, joint = trainer.budget, trainer.joint
+        budget = trainer.budget
         numel, trained = trainer.form.sizes()
         drafter = {"type": trainer.drafter.name, "parameters": numel, "trained_parameters": trained}
         training = {
@@ -389,7 +371,6 @@ class _Training:
             "device": self.args.device.type,
             "seconds": round(seconds, 1),
             **({} if trainer.watch is None else trainer.watch.facts()),
-            **({} if joint is None else {"adapter_parameters": sum(p.numel() for p in joint.lora)}),
             **({} if budget is None else {"budget": budget.clock.seconds, "spent": round(budget.clock.spent, 2)}),
         }
         return {"drafter": drafter, "training": training}

@@ -32,7 +32,6 @@ from .data import IGNORED, Batches, Order, Packs, Rows, collate
 from .decoding import MeasuredTau, OnPolicy
 from .forecast import SCHEDULES, forecast
 from .hooks import HookedTrainer, norm_of_last_step
-from .joint import JointModule, Stages
 from .optimizer_state import remove_empty_groups
 from .processes import Processes, check_engine, is_sharded
 from .sharded_drafter import ShardedDrafter, WholeDrafter, fit_engine, gradient_norm, loss_of
@@ -133,7 +132,6 @@ class DrafterTrainer(HookedTrainer):
 
     Args:
         seconds: of training; None trains the steps that `args` say. See `train.stopping`.
-        joint: the drafter and the adapter trained with it; None for the drafter alone.
         until: ends the training before its last step; None never.
 
     Attributes:
@@ -148,16 +146,15 @@ class DrafterTrainer(HookedTrainer):
         args: TrainingArguments,
         data: TrainData,
         seconds: float | None = None,
-        joint: JointModule | None = None,
         until: Until | None = None,
     ):
         if args.ddp_find_unused_parameters is None:  # a step leaves experts that no token chose without a gradient
             has_experts = any("expert" in name for name, _ in drafter.named_modules())
-            args.ddp_find_unused_parameters = joint is not None or has_experts
+            args.ddp_find_unused_parameters = has_experts
         precision = torch.bfloat16 if args.bf16 else None
         self.form = ShardedDrafter(drafter, precision) if is_sharded(args) else WholeDrafter(drafter)
         super().__init__(
-            model=self.form if isinstance(self.form, ShardedDrafter) else joint or drafter,
+            model=self.form if isinstance(self.form, ShardedDrafter) else drafter,
             args=args,
             data_collator=collate,
             train_dataset=data.training,
@@ -167,8 +164,8 @@ class DrafterTrainer(HookedTrainer):
         if isinstance(self.form, ShardedDrafter):
             fit_engine(self.form, self.accelerator)
         self.count_labels(COLUMNS)
-        self.data, self.joint = data, joint
-        self.checkpoint_io: DrafterCheckpointIO = DrafterCheckpointIO(self, self.form, joint)
+        self.data = data
+        self.checkpoint_io: DrafterCheckpointIO = DrafterCheckpointIO(self, self.form)
         self.processes = Processes(args, self.accelerator)
         self._sums = MetricSums()
         self._guard = FiniteGuard(self)
@@ -183,8 +180,6 @@ class DrafterTrainer(HookedTrainer):
     def _add_callbacks(self) -> None:
         """Add our callbacks, in the order in which they are called."""
         self.add_callback(self.stop)
-        if self.joint is not None:
-            self.add_callback(Stages(self.joint.adapter, self.joint.spec.heads_first))
         self.add_callback(self._guard)
         if self.watch is not None:
             self.add_callback(self.watch)
@@ -210,20 +205,16 @@ class DrafterTrainer(HookedTrainer):
         return self.form.drafter
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return the optimizer that the recipe names; the adapter of joint training is a group of its own."""
+        """Return the optimizer that the recipe names."""
         args, is_new = self.args, self.optimizer is None
-        further = [] if self.joint is None else [self.joint.group()]
-        model = model if self.joint is None else self.joint.drafter
         if is_new and args.optim == muon.NAME:
             parts = muon.split_parameters(self.drafter if model is None else model)
             betas, decay = (args.adam_beta1, args.adam_beta2), args.weight_decay
-            self.optimizer = muon.MuonAdamW(*parts, args.learning_rate, decay, betas, args.adam_epsilon, further)
+            self.optimizer = muon.MuonAdamW(*parts, args.learning_rate, decay, betas, args.adam_epsilon)
             return super().create_optimizer(model)
         made: torch.optim.Optimizer = super().create_optimizer(model)
         if is_new:
             remove_empty_groups(made)
-        for group in further if is_new else []:
-            made.add_param_group(group)
         return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:

@@ -243,10 +243,9 @@ def test_the_default_loss_is_medusas():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_trains_the_hidden_states_that_heads_read_and_not_those_they_are_compared_with(target, kind):
-    """For train/joint.py: head k predicts the token at 9 from place 7 − k; the target's own stands at place 8."""
+    """Head k predicts the token at 9 from place 7 − k; the target's own stands at place 8."""
     drafter, tokens = build(target, kind, loss="soft_ce", num_heads=3), sequences(1, 12)
     seen = batch(target, drafter, tokens, torch.arange(12).expand(1, -1) == 9)
     seen.last.requires_grad_(True)
     drafter.loss(seen).total.backward()
-    assert drafter.trains_target
     assert seen.last.grad.abs().sum(-1)[0].nonzero()[:, 0].tolist() == [5, 6, 7]

@@ -163,14 +163,12 @@ def test_no_layer_of_the_target_is_trained_and_all_of_the_exit_is(target):
 
 
 def test_the_loss_trains_the_hidden_states_that_the_exit_reads_and_not_those_it_is_compared_with(target):
-    """For a target that learns with it (train/joint.py): LayerSkip's way."""
     drafter = build(target, exit_layer=2)
     seen = batch(target, drafter, sequences(1, 12))
     seen.supervised = torch.arange(12).expand(1, -1) == 9
     seen.hidden.requires_grad_(True)
     seen.last.requires_grad_(True)
     drafter.loss(seen).total.backward()
-    assert drafter.trains_target
     assert seen.hidden.grad.abs().sum((0, 2, 3)).nonzero()[:, 0].tolist() == [8]
     assert seen.last.grad is None
 

@@ -20,12 +20,9 @@ data: {prompts: [a.jsonl]}
 """
 
 
-KEYS = "name, target, drafter, data, template, training, joint, eval, output"
+KEYS = "name, target, drafter, data, template, training, eval, output"
 SOURCE = "path, weight, layout, column, split, revision, limit"
 STATIC = "eval: a static tree has its own width and number of nodes; leave out width and nodes, or tree."
-
-
-JOINT = "joint={lora: {}, learning_rate: 0.1}"
 
 
 def write(folder: Path, text: str) -> str:
@@ -158,9 +155,6 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
             "data: features_dtype is how features are stored, and those of features: online",
         ),
         ("eval.patience=2", "eval: patience waits for a better measured τ; set"),
-        ("joint={lora: {}}", "joint.learning_rate is missing; expected a number"),
-        (f"{JOINT} & joint.wieght=1.0", "unknown key joint.wieght; did you mean joint.weight"),
-        (f"{JOINT} & target.adapter=mine", "target.adapter is 'mine'"),
         (
             "target.engine={python: /opt/vllm}",
             "target.engine makes hidden states before the training (data.features: cached), or meanwhile",
@@ -168,7 +162,6 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
         ("target.engine={}", "target.engine: give either url, of an engine that runs, or python"),
         ("target.engine={url: http://gpu1:8000}", "needs folder: where it writes the states"),
         ("target.engine={python: /opt/vllm} & target.adapter=mine", "merge the adapter, or name the quantised model"),
-        (f"{JOINT} & data.features=cached", "cannot be cached; leave out data.features: cached"),
         ("data.limit", "expected key.path=value"),
         ("data..limit=3", "expected key.path=value"),
         ("name.x=3", "name is 'small', not a mapping"),

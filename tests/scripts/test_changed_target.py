@@ -158,15 +158,6 @@ def test_a_refresh_that_ended_early_is_no_other_targets(here: Path) -> None:
         refresh(Pair.load("pair"), changed, "refreshed", options=until)
 
 
-def test_joint_training_names_its_target_without_the_adapter(here: Path, outrider: Command) -> None:
-    joint = "joint={learning_rate: 0.001, lora: {r: 2, target_modules: [q_proj]}}"
-    words = ["tiny.yaml", "output=joint", "drafter={type: medusa, num_heads: 2}", joint]
-    succeeded(outrider("train", *words))
-    succeeded(outrider("eval", *words))
-    change_weight(here / "target")
-    failed(outrider("pair", "new", "made", *words), NAMED)
-
-
 def test_tokens_are_not_shown_by_another_tokenizer(here: Path, outrider: Command) -> None:
     values = json.loads((here / "target" / "tokenizer.json").read_text())
     vocabulary = values["model"]["vocab"]

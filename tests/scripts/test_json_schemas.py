@@ -52,7 +52,7 @@ def test_every_verb_answers_as_its_schema_says(
     run, pair = tmp_path / "run", tmp_path / "pair"
     assert answer("distill", outrider("distill", recipe_file, "--json"))["counts"]["sequences"] == 6
     trained = answer("train", outrider("train", recipe_file, "--json"))
-    assert (trained["steps"], trained["adapter"], trained["drafter"]) == (2, None, str(run / "drafter"))
+    assert (trained["steps"], trained["drafter"]) == (2, str(run / "drafter"))
     report = answer("eval", outrider("eval", recipe_file, "--json"))
     assert report["folder"] == str(run / "report")
     saved = json.loads((run / "report" / "report.json").read_text())

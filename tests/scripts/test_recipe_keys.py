@@ -32,7 +32,6 @@ def test_every_typed_key_has_a_meaning() -> None:
         ("data.sampling.top_p", "a number or null > 0 ≤ 1, default null"),
         ("data.prompts", "data.prompts: a list, required"),
         ("data.prompts", "data.prompts.weight: a number or null > 0"),
-        ("joint", "joint.heads_first: a number ≥ 0 < 1, default 0.5"),
         ("eval", "eval.max_new_tokens: an integer ≥ 1, default 128 length limit"),
         ("drafter.type", "'eagle3'"),
         ("drafter.block_size", "dflash.block_size: an integer, default 8 slots of a block"),

@@ -449,7 +449,6 @@ def test_a_plan_says_what_a_step_with_rollouts_takes(rolling):
         ("eval.suites=[cod]", "no suite 'cod'"),
         ("data.prompts=[nowhere.jsonl]", "the prompt source 'nowhere.jsonl' does not exist"),
         ("data.drafter=nowhere", "no drafter at 'nowhere'"),
-        ("joint={lora: {r: 4}, learning_rate: 1e-5}", "joint: a eagle3 drafter's loss does not train the target's"),
         ("data.holdout=0 & eval.training_prompts=4", "data.holdout is 0"),
         ("training.report_to=wandbb", "did you mean 'wandb'"),
         ("training.lr_scheduler_kwargs={num_cyclez: 2}", "lr_scheduler_kwargs: does not fit cosine: .*'num_cyclez'"),

@@ -25,7 +25,6 @@ from outrider.eval import Report
 from outrider.heads import load_drafter
 from outrider.pair import Pair
 from outrider.scripts.eval_setup import trained_drafter
-from outrider.train.provenance import require_result
 
 
 @dataclass
@@ -128,7 +127,6 @@ SUBJECTS = [
     Subject("recipe.yaml of a run", "train", 20, _is("out/recipe.yaml"), _TRAIN, None, _before_the_last),
     Subject("drafter", "train", 50, _TRAINED, _drafter),
     Subject("provenance.json of a run", "train", 25, _is("out/provenance.json"), _drafter),
-    Subject("adapter", "train jointly", 40, _in("out/adapter"), lambda w: require_result(w.out, "adapter")),
     Subject("report.json", "eval", 40, _is("report/report.json"), lambda w: Report.load(w.work / "report")),
 ]
 

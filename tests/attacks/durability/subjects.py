@@ -96,7 +96,7 @@ class Workshop:
         tokenizer = self.target.require_tokenizer()
         return [Prompt(f"a/{i}", "a", tuple(tokenizer(t)["input_ids"]), t) for i, t in enumerate(TEXTS[:4])]
 
-    def recipe(self, name: str = "tiny", joint: bool = False, **training: Any) -> Recipe:
+    def recipe(self, name: str = "tiny", **training: Any) -> Recipe:
         file = self.root / "prompts.txt"
         if not file.exists():
             file.write_text("\n\n".join(TEXTS))
@@ -110,7 +110,7 @@ class Workshop:
                 "max_new_tokens": 12,
                 "batch_size": 2,
                 "holdout": 0.0,
-                "features": "online" if joint else "cached",
+                "features": "cached",
             },
             "training": {
                 "max_steps": 6,
@@ -124,9 +124,6 @@ class Workshop:
             | training,
             "eval": {"depth": 2, "max_new_tokens": 8, "repeats": 1, "temperatures": [0.0], "baselines": []},
         }
-        if joint:
-            lora = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
-            values["joint"] = {"lora": lora, "learning_rate": 1e-3, "heads_first": 0.4}
         return Recipe.from_dict(values)
 
     def distill(self) -> None:
@@ -134,9 +131,6 @@ class Workshop:
 
     def train(self) -> None:
         train(self.recipe(), self.target)
-
-    def train_jointly(self) -> None:
-        train(self.recipe(joint=True), self.target)
 
     def make_pair(self, name: str = "tiny") -> None:
         new_pair(self.pair, self.target, self.out / "drafter", self.recipe(name), calibration=self.prompts)
@@ -278,7 +272,6 @@ def _by_the_clock(name: str) -> bool:
 VERBS = [
     Verb("distill", Workshop.distill, (), 30),
     Verb("train", Workshop.train, ("distill",), 50, timed),
-    Verb("train jointly", Workshop.train_jointly, ("distill",), 15, lambda n: timed(n) or n.endswith("optimizer.pt")),
     Verb("pair new", Workshop.make_pair, ("distill", "train"), 25),
     Verb("pair new, in place of one", Workshop.replace_pair, ("distill", "train", "pair new", "tune"), 45, intact=True),
     Verb("tune", Workshop.store, ("distill", "train", "pair new"), 30, intact=True),

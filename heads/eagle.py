@@ -200,7 +200,7 @@ class FeatureDrafter(LayerDrafter):
         """
         places = places or WholeRows([0] * len(tokens), tokens.shape[1], tokens.device)
         window = self.config.sliding_window
-        layers = UnrolledLayers(self.own_layers, self.config, self.input_projection, places, window)
+        layers = UnrolledLayers(list(self.layers), self.config, self.input_projection, places, window)
         first = layers.layers[0]
         state = self.disturb(self.fuse(hidden, first))
         prepared = self.prepare(target.embed(tokens).to(state.dtype), first)

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from ..targets.fused_layers import FusedLayer, InputProjection, Rotary
 from ..targets.sequence_packing import Documents
-from .decoder_layer import Layer, LayerConfig
+from .decoder_layer import LayerConfig
 
 Entry = tuple[Tensor, Tensor]  # keys and values
 Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
@@ -483,7 +483,7 @@ class UnrolledLayers:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[nn.Module],
         config: LayerConfig,
         projection: InputProjection | None,
         places: Places,

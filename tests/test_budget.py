@@ -20,21 +20,21 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3230,
-    "targets": 6510,
-    "heads": 7840,
+    "targets": 7140,
+    "heads": 7490,
     "formats": 3810,
     "decode": 3960,
     "recipes": 790,
     "distill": 5220,
     "costs": 1190,
-    "eval": 4690,
+    "eval": 4735,
     "train": 4450,
     "pair": 3310,
     "serving": 2370,
     "scripts": 3720,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_540, "benchmarks": 4000}
+OTHERS = {"tests": 53_700, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

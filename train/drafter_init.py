@@ -116,7 +116,7 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
     """Return a recipe's drafter, checked against its target; refuse what a library does, and one without weights."""
     try:
         drafter = make_drafter(recipe.drafter, target, token_counts)
-        check_made(recipe, drafter, target)
+        check_made(drafter, target)
     except (OutriderError, torch.OutOfMemoryError):
         raise
     except LIBRARY_ERRORS as error:
@@ -124,7 +124,7 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
     return drafter
 
 
-def check_made(recipe: Recipe, drafter: Drafter, target: Target) -> None:
+def check_made(drafter: Drafter, target: Target) -> None:
     """Refuse a drafter that cannot draft for the target, or has nothing to train: with its contents or without."""
     drafter.check(target)
     if not any(p.requires_grad for p in drafter.parameters()):

@@ -155,7 +155,7 @@ def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
         ) from error
     target.check_taps(drafter.taps)
     if target.tokenizer is not None:
-        check_made(recipe, drafter, target)
+        check_made(drafter, target)
     return drafter
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,44 +19,17 @@ from pathlib import Path
 from outrider.scripts import failures
 
 HERE = Path(__file__).resolve().parent
-SORTS = ("changes", "space", "waits", "writes", "reads", "opens", "looks", "maps", "closes", "locks", "clock")
 PATIENCE = 300.0  # seconds, after which an attempt counts as hanging
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What happens at an operation: SIGKILL (0), half of a read or a write (-1), or an error by its number.
-
-    Attributes:
-        place: the number of that operation among those of its `sort`; 0 only counts.
-        lasting: the error comes back at every later one, too.
-    """
-
-    place: int
-    kind: int = 0
-    lasting: bool = False
-    sort: str = "changes"
+CHANGES, KILL = 0, 0  # of interpose.c: the operations that change files, and SIGKILL before one of them
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: its exit code (negative for a signal), what it said, and what it counted and took."""
+    """How an attempt ended: its exit code (negative for a signal), what it said, and its changes of files."""
 
     code: int
     said: str
-    counts: tuple[int, ...] = ()
-    struck: bool = False
-    seconds: float = 0.0
-    gigabytes: float = 0.0
-
-    @property
-    def operations(self) -> int:
-        """The changes of files that were counted."""
-        return self.counts[0]
-
-    @property
-    def is_refusal(self) -> bool:
-        return self.code in (2, 3)
+    operations: int = 0
 
 
 def under_interposition(folder: Path) -> None:
@@ -70,49 +42,46 @@ def under_interposition(folder: Path) -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def attempt(action: Callable[[], object], fault: Fault | None = None, kill_after: float | None = None) -> Outcome:
+def attempt(action: Callable[[], object], kill_before: int | None = None, kill_after: float | None = None) -> Outcome:
     """Run `action` in a forked process.
 
     Args:
-        fault: strikes in it; None counts nothing.
+        kill_before: SIGKILL before the change of a file with this number; 0 only counts them, None does not.
         kill_after: SIGKILL after so many seconds.
     """
-    began = time.monotonic()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _act(action, writing, fault)
+        _act(action, writing, kill_before)
     os.close(writing)
     timer = threading.Timer(PATIENCE if kill_after is None else kill_after, os.kill, (child, signal.SIGKILL))
     timer.start()
     with os.fdopen(reading, encoding="utf-8", errors="replace") as pipe:
         said = pipe.read()
-    _, status, used = os.wait4(child, 0)
+    _, status = os.waitpid(child, 0)
     timer.cancel()
     timer.join()
-    text, _, counts = said.partition("\n# operations ")
-    struck, *counted = map(int, counts.split()) if counts else (0, 0)
-    took = round(time.monotonic() - began, 2), round(used.ru_maxrss / 2**20, 2)
-    return Outcome(os.waitstatus_to_exitcode(status), text, tuple(counted), bool(struck), *took)
+    text, _, count = said.partition("\n# operations ")
+    return Outcome(os.waitstatus_to_exitcode(status), text, int(count or 0))
 
 
-def _act(action: Callable[[], object], writing: int, fault: Fault | None) -> None:
+def _act(action: Callable[[], object], writing: int, kill_before: int | None) -> None:
     """Run the action as the command line would, tell what it says, and leave without any cleaning up."""
     for descriptor in (1, 2):
         os.dup2(writing, descriptor)
     sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     code, shim = 0, ctypes.CDLL(None)
-    if fault is not None:
-        shim.attack_arm(SORTS.index(fault.sort), ctypes.c_long(fault.place), fault.kind, int(fault.lasting))
+    if kill_before is not None:
+        shim.attack_arm(CHANGES, ctypes.c_long(kill_before), KILL, 0)
     try:
         action()
     except BaseException as error:
         code = (failures.exit_code(error) if isinstance(error, Exception) else None) or failures.FAULT
         traceback.print_exc() if code == failures.FAULT else print(f"error: {failures.sentence(error)}")
-    if fault is not None:
-        print("\n# operations", shim.attack_struck(), *map(shim.attack_count, range(len(SORTS))), end="")
+    if kill_before is not None:
+        print("\n# operations", shim.attack_count(CHANGES), end="")
     os._exit(code)
 
 

@@ -1,21 +1,34 @@
 """SIGKILL before chosen operations on files, and at chosen times: nothing is lost, and a second run ends as the first.
 
-After each kill the same verb runs again. It must end well, leave what an uninterrupted run leaves (bit for bit, but for
-what holds times), and nothing beside it. A pair must be whole at any moment, before anything is cleared.
+    python tests/attacks/durability/kills.py --out kills.json      # all of it: an hour on two busy cores
+
+Needs Linux and a C compiler. After each kill the same verb runs again. It must end well, leave what an uninterrupted
+run leaves (bit for bit, but for what holds times), and nothing beside it. A pair must be whole at any moment, before
+anything is cleared.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import random
 import shutil
 import signal
+import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from harness import Fault, Outcome, attempt, contents, names
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the world that all attacks share
+
+import datasets
+import torch
+from harness import Outcome, attempt, contents, names, under_interposition
 from subjects import VERBS, Verb, Workshop, attack_each, template
 
 from outrider.pair import verify
@@ -50,7 +63,7 @@ def _attack(workshop: Workshop, verb: Verb, chance: random.Random, count: int) -
     start, found = template(workshop, verb, _must_end), Kills(verb.name)
     _copy(start, workshop.work)
     began = time.monotonic()
-    whole = attempt(lambda: verb.act(workshop), Fault(0))
+    whole = attempt(lambda: verb.act(workshop), kill_before=0)
     seconds = time.monotonic() - began
     assert whole.code == 0, whole.said
     found.operations = whole.operations
@@ -73,7 +86,7 @@ def _places(chance: random.Random, operations: int, count: int) -> list[int]:
 
 
 def _kill(workshop: Workshop, verb: Verb, place: int | float, expected: Left, found: Kills) -> None:
-    moment = {"kill_after": place} if isinstance(place, float) else {"fault": Fault(place)}
+    moment = {"kill_after": place} if isinstance(place, float) else {"kill_before": place}
     first = attempt(lambda: verb.act(workshop), **moment)
     if first.code != -signal.SIGKILL:
         found.missed += 1
@@ -107,3 +120,30 @@ def _copy(start: Path, work: Path) -> None:
 def _must_end(action: object) -> None:
     outcome = attempt(action)  # type: ignore[arg-type]
     assert outcome.code == 0, outcome.said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", type=float, default=1.0, help="of the usual number of kills")
+    parser.add_argument("--only", action="append", help="a verb; may be repeated")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    given = parser.parse_args()
+    root = Path(os.environ.get("OUTRIDER_ATTACK") or tempfile.mkdtemp(prefix="outrider-attack-"))
+    under_interposition(root)
+    os.environ["XDG_CACHE_HOME"] = str(root / "cache")
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    try:
+        rows = [{"seed": given.seed} | asdict(row) for row in run_kills(root, given.seed, given.share, given.only)]
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    text = json.dumps(rows, indent=1)
+    if given.out:
+        given.out.write_text(text + "\n")
+    print(text)
+    return int(any(row["failures"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

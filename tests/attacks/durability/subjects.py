@@ -210,14 +210,14 @@ def _write_recipes(folder: Path, target: Target) -> None:
     (folder / f"{quickstart.RECIPE}.yaml").write_text(yaml.safe_dump(recipe))
 
 
-def tuning(depth: int, machine: str = "a machine") -> Tuning:
+def tuning(depth: int) -> Tuning:
     """Return a tuning as the tuner writes it."""
     costs = CostRecord(widths=[0, 8], verify=[0.01, 0.02], draft=[0.0, 0.001], host=0.0005)
     times = {"predicted_tau": 2.0, "round_seconds": 0.01, "predicted": 99.5, "speedup": 1.5}
     best = Candidate(plan={"depth": depth}, weight=16.0, **times)
     chosen = {"candidates": [best], "chosen": best, "reason": "The best."}
     batch = BatchTuning(batch_size=1, context=64, rates=[0.5], ranks=[], costs=costs, **chosen)
-    values = {"created": "2031-01-01", "device": "cpu", "device_name": machine, "dtype": "float32", "threads": 1}
+    values = {"created": "2031-01-01", "device": "cpu", "device_name": "a machine", "dtype": "float32", "threads": 1}
     values |= {"versions": {"torch": "2"}, "drafter": "medusa", "temperature": 0.0, "max_new_tokens": 16}
     values |= {"repeats": 2, "seed": 0, "suites": {"a": "d"}, "num_prompts": 3, "batches": [batch]}
     return Tuning.model_validate(values)
@@ -228,7 +228,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb that writes: what it does, where it starts from, and how many kills and faults it gets.
+    """A verb that writes: what it does, where it starts from, and how many kills it gets.
 
     Attributes:
         after: verbs that were run before, in a folder that is kept for all attempts.
@@ -244,7 +244,6 @@ class Verb:
     varies: Callable[[str], bool] = lambda name: False
     intact: bool = False
     wanders: Callable[[str], bool] = lambda name: False
-    faults: int = 0
 
 
 def timed(name: str) -> bool:
@@ -277,11 +276,11 @@ VERBS = [
     Verb("tune", Workshop.store, ("distill", "train", "pair new"), 30, intact=True),
     Verb("measure", Workshop.measure, ("distill", "train"), 0, lambda name: True),
     Verb("eval", Workshop.report, ("distill", "train", "measure"), 25),
-    Verb("refresh", Workshop.refresh, ("distill", "train", "pair new"), 12, measured, intact=True, faults=16),
-    Verb("pair push", Workshop.push, ("distill", "train", "pair new"), 30, intact=True, faults=80),
-    Verb("pair pull", Workshop.pull, ("distill", "train", "pair new", "pair push"), 30, intact=True, faults=80),
-    Verb("export", Workshop.export, ("distill", "train", "pair new"), 30, intact=True, faults=80),
-    Verb("quickstart", Workshop.quickstart, (), 12, told, wanders=_by_the_clock, faults=16),
+    Verb("refresh", Workshop.refresh, ("distill", "train", "pair new"), 12, measured, intact=True),
+    Verb("pair push", Workshop.push, ("distill", "train", "pair new"), 30, intact=True),
+    Verb("pair pull", Workshop.pull, ("distill", "train", "pair new", "pair push"), 30, intact=True),
+    Verb("export", Workshop.export, ("distill", "train", "pair new"), 30, intact=True),
+    Verb("quickstart", Workshop.quickstart, (), 12, told, wanders=_by_the_clock),
     # Its time budget gives other checkpoints, and so other weights, in every run.
     Verb("compare", Workshop.compare, (), 20, lambda n: "/data/" not in n, wanders=lambda n: "/checkpoint-" in n),
 ]

@@ -10,20 +10,18 @@ if TYPE_CHECKING:
     from .folder import PairFiles, verify
     from .manifest import Manifest
     from .new import new_pair
-    from .pair import Compatibility, Pair, StaleError, compatibility
+    from .pair import Pair, StaleError
     from .probing import ProbeResult, probe
 else:
     __getattr__ = lazily(__name__, __file__)
 
 __all__ = [
-    "Compatibility",
     "Manifest",
     "Pair",
     "PairExport",
     "PairFiles",
     "ProbeResult",
     "StaleError",
-    "compatibility",
     "export_pair",
     "gate_pairs",
     "new_pair",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ..common import BadInputError, IncompatibleError, OutriderError
+from ..common import BadInputError, OutriderError
 from ..common.locks import locked
 from ..common.machine import device_name
 from ..decode import Plan
@@ -41,19 +41,6 @@ class StaleError(OutriderError):
     """The target is not the one the pair was made for, though the drafter still fits it: a finding (exit code 1)."""
 
     exit_code = 1
-
-
-@dataclass(frozen=True)
-class Compatibility:
-    """The relation of a target to the one a pair was made for.
-
-    Attributes:
-        status: "same" content; "changed" (the drafter fits, a probe tells how well); "incompatible" (it cannot draft).
-        lines: the differences, for people; the first is the reason of an incompatibility.
-    """
-
-    status: Literal["same", "changed", "incompatible"]
-    lines: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -230,13 +217,3 @@ class Pair(PairFiles):
 def tuned_drafter(tuning: BatchTuning, drafter: Drafter) -> Drafter:
     """Return the drafter of the tuned plan: `drafter` by itself, or its fusion with a drafter without weights."""
     return drafter if tuning.statistical is None else fuse(tuning.statistical, drafter)
-
-
-def compatibility(pair: Pair, target: Target) -> Compatibility:
-    """Compare `target` with the one `pair` was made for; raises only if the pair itself is damaged."""
-    try:
-        pair.drafter_for(target)
-    except IncompatibleError as error:
-        return Compatibility("incompatible", [str(error)])
-    differences = pair.fingerprint().differences(target.fingerprint())
-    return Compatibility("changed" if differences else "same", differences)

@@ -29,7 +29,7 @@ ROOMS = {
     "costs": 1190,
     "eval": 4735,
     "train": 4450,
-    "pair": 3310,
+    "pair": 3280,
     "serving": 2370,
     "scripts": 3720,
     LAB: 9000,

@@ -36,11 +36,11 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.eval.interleaved_runs import race
 from outrider.eval.measure import Contestant, DecoderRacer, make_records
 from outrider.eval.reports.figures import Interval, Ratio, speed_ratio
-from outrider.eval.reports.sequential import looks
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import PromptJob, Suite, load_suites, make_jobs
 from outrider.eval.summary import bootstrap_of
 from outrider.heads import Drafter, Ngram, load_drafter
+from outrider.lab.sequential import looks
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
 

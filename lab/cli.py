@@ -9,6 +9,7 @@ import typer
 from ..scripts.help_examples import examples_by_verb
 from ..scripts.verb_group import VerbGroup
 from .capacity import capacity
+from .gate_verb import gate
 from .grow_verb import grow
 from .replay_verb import replay
 from .report_verb import report
@@ -27,6 +28,7 @@ outrider lab report runs/pair-v1 --to modelopt --to vllm --out runs/forms
 outrider lab report --check runs/forms/speculation_profile.json
 outrider lab report runs/pair-v1 runs/v2/pair --out runs/trend
 outrider lab search embedded-eagle3 embedded-eagle1 --candidates 36 --budget 180
+outrider lab gate runs/v2/pair --against runs/pair-v1
 outrider lab grow embedded --like 0.4b --out runs/grown
 outrider lab grow path/to/target --like 8b --out runs/grown --drafter path/to/drafter num_hidden_layers=8
 outrider lab transplant path/to/draft-model path/to/target --out runs/draft-model
@@ -35,7 +37,7 @@ outrider lab watch http://127.0.0.1:8000 --once --state watch.json
 """
 
 lab_app = typer.Typer(no_args_is_help=True, help="Young or rare tools, and tools for authors of drafters.")
-for _verb in (capacity, grow, replay, report, search, transplant, vocab, watch):
+for _verb in (capacity, gate, grow, replay, report, search, transplant, vocab, watch):
     lab_app.command()(_verb)
 
 

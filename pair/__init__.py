@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ..common.lazy import lazily
 
 if TYPE_CHECKING:
-    from .comparison import gate_pairs, newest_report, report_in
+    from .comparison import gate_folders, gate_pairs, newest_report, report_in
     from .export import PairExport, export_pair
     from .folder import PairFiles, verify
     from .manifest import Manifest
@@ -23,6 +23,7 @@ __all__ = [
     "ProbeResult",
     "StaleError",
     "export_pair",
+    "gate_folders",
     "gate_pairs",
     "new_pair",
     "newest_report",

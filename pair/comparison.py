@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common import BadInputError
 from ..common.safe_load import parse_yaml
-from ..eval.reports.gate import Counted, GateComparison, GateResult, gate
+from ..eval.reports.gate import Counted, GateComparison, GateResult, Judge, gate
 from ..eval.reports.report import Report
 from .folder import PairFiles
 from .manifest import MANIFEST, RECIPE, REPORTS, TOKENIZER, Figure, Headline, Manifest
@@ -184,7 +184,7 @@ def tuned_plans(manifest: Manifest) -> list[str]:
 
 
 def gate_pairs(
-    new: PairFiles, old: PairFiles, tolerance: float = 0.03, confidence: float = 0.95, sequential: bool = False
+    new: PairFiles, old: PairFiles, tolerance: float = 0.03, confidence: float = 0.95, judge: Judge | None = None
 ) -> GateResult:
     """Return whether τ of `new` fell below that of `old` by more than the tolerance; see `eval.reports.gate`.
 
@@ -196,7 +196,14 @@ def gate_pairs(
     """
     report, kind = newest_report(new), new.manifest.drafter.type
     name = kind if any(c.name == kind for c in report.contestants) else None
-    return gate(report, newest_report(old), tolerance, confidence, name, _calibration(new, old), sequential)
+    return gate(report, newest_report(old), tolerance, confidence, name, _calibration(new, old), judge)
+
+
+def gate_folders(new: Path, old: Path, tolerance: float, confidence: float, judge: Judge | None = None) -> GateResult:
+    """Return the verdict of `gate_pairs` on two pairs' folders, or on two of which one is a report's."""
+    if all((folder / "pair.json").is_file() for folder in (new, old)):
+        return gate_pairs(PairFiles.load(new), PairFiles.load(old), tolerance, confidence, judge)
+    return gate(report_in(new), report_in(old), tolerance, confidence, judge=judge)
 
 
 def newest_report(pair: PairFiles) -> Report:

@@ -20,7 +20,7 @@ from ..distill.responses import data_folder, target_in_engine
 from ..eval import Report
 from ..eval.generation_config import sampled_settings
 from ..eval.measure import Contestant, contestants, measure, plan_of
-from ..eval.reports.sequential import detectable, prompts_needed
+from ..eval.reports.statistics import detectable, prompts_needed
 from ..eval.suites import Suite, suites_of
 from ..eval.tuning_record import BatchTuning
 from ..heads import Drafter, head_class, load_drafter

@@ -36,7 +36,6 @@ outrider probe runs/pair-v1 --target path/to/target --adapter path/to/lora --jso
 outrider refresh runs/pair-v1 --target path/to/target --out runs/v2
 outrider gate runs/v2/pair --against runs/pair-v1
 outrider gate runs/v2/pair --against runs/pair-v1 --tolerance 0.05 --junit gate.xml --markdown gate.md
-outrider gate runs/v2/pair --against runs/pair-v1 --sequential
 outrider export runs/pair-v1 --to vllm --out runs/vllm
 outrider export runs/pair-v1 --to sglang --out runs/sglang --depth 3
 outrider import path/to/head --target path/to/target --out runs/head-v1 --pair

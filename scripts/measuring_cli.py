@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -33,6 +33,9 @@ from .options import (
     share,
 )
 from .output import console_for, finish, print_lines
+
+if TYPE_CHECKING:
+    from ..eval.reports.gate import GateResult
 
 
 def evaluate(
@@ -165,10 +168,6 @@ def gate(
     against: Annotated[Path, typer.Option(help="The baseline: a pair's or a report's folder.")],
     tolerance: Annotated[float, typer.Option(min=0, max=1, help="How far τ may fall, as a fraction.")] = 0.03,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999)] = 0.95,
-    sequential: Annotated[
-        bool,
-        typer.Option("--sequential", help="Decide at the first prompt that allows it."),
-    ] = False,
     junit: Annotated[Path | None, typer.Option(help="Also write a JUnit XML report to this file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Also write Markdown for a pull request to this file.")] = None,
     as_json: AsJson = False,
@@ -177,18 +176,19 @@ def gate(
     for file, ours in ((junit, '<testsuites name="outrider gate"'), (markdown, "^### . gate (passed|failed): ")):
         if file is not None:
             require_file(file, file.name, ours)
-    from ..eval.reports.gate import gate as run
     from ..eval.reports.gate import to_junit, to_markdown
-    from ..pair import PairFiles, gate_pairs, report_in
+    from ..pair import gate_folders
 
-    if all((folder / "pair.json").is_file() for folder in (pair, against)):
-        result = gate_pairs(PairFiles.load(pair), PairFiles.load(against), tolerance, confidence, sequential)
-    else:
-        result = run(report_in(pair), report_in(against), tolerance, confidence, sequential=sequential)
+    result = gate_folders(pair, against, tolerance, confidence)
     for file, text in ((junit, to_junit), (markdown, to_markdown)):
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, text(result))
+    finish_gate(as_json, result)
+
+
+def finish_gate(as_json: bool, result: GateResult) -> None:
+    """Print a gate's verdict and end, with exit code 1 if it failed."""
     colour = "green" if result.passed else "red"
     lines = [f"[{colour}]{escape(result.lines[0])}[/{colour}]", *map(escape, result.lines[1:])]
     finish(as_json, "gate", result, 0 if result.passed else FINDING, lambda: print_lines(lines))

@@ -27,14 +27,14 @@ ROOMS = {
     "recipes": 790,
     "distill": 5220,
     "costs": 1190,
-    "eval": 4735,
+    "eval": 4610,
     "train": 4450,
-    "pair": 3280,
+    "pair": 3290,
     "serving": 2370,
     "scripts": 3720,
     LAB: 9000,
 }
-OTHERS = {"tests": 52_430, "benchmarks": 4000}
+OTHERS = {"tests": 52_440, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -9,7 +9,7 @@ Markdown for a pull request.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
@@ -20,8 +20,7 @@ from ...common.terminal import visible
 from .advice import alike
 from .figures import Interval, Number, PromptRecord, Ratio
 from .report import Report
-from .sequential import FIRST_LOOK, POWER, looks, prompts_to_decide
-from .statistics import Bootstrap
+from .statistics import POWER, Bootstrap
 from .tables import markdown_text
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "not enough data"
@@ -37,8 +36,7 @@ class GateFinding:
         ratio: τ_new / τ_old; the interval's ends are one-sided bounds.
         line: the finding in words.
         tau_before, tau_after: τ of the baseline, and now; nan where a report has none.
-        smallest_drop: relative, the smallest that four of five such comparisons detect; nan without an interval, and
-            of a sequential verdict, whose number of prompts is no choice.
+        smallest_drop: relative, the smallest that four of five such comparisons detect; nan without an interval.
     """
 
     temperature: float
@@ -123,7 +121,7 @@ def gate(
     confidence: float = 0.95,
     contestant: str | None = None,
     beside: GateComparison | None = None,
-    sequential: bool = False,
+    judge: Judge | None = None,
 ) -> GateResult:
     """Compare τ on all suites together, at every temperature.
 
@@ -134,8 +132,7 @@ def gate(
         tolerance: the relative drop that is allowed.
         contestant: which one; the report's first drafter if not given.
         beside: more prompts; those that the reports hold, too, count once.
-        sequential: whether the verdict falls at the first prompt that allows one, by bounds that hold after every
-            prompt of these reports at once (`sequential`).
+        judge: what finds the verdict on the comparison at one temperature; `judged` if not given.
 
     Raises:
         BadInputError: the reports were made under different conditions, or one lacks the contestant.
@@ -152,9 +149,7 @@ def gate(
     for temperature in report.conditions.temperatures:
         more = beside if beside is not None and beside.temperature == temperature else None
         compared = _compared(report, baseline, name, temperature, confidence, more)
-        if sequential:
-            compared = _at_first_verdict(compared, 1 - tolerance, confidence)
-        findings.append(_judge(compared, temperature, tolerance, confidence, sequential))
+        findings.append((judge or judged)(compared, temperature, tolerance, confidence))
     target, baseline_target = (str(r.conditions.target.get("fingerprint")) for r in (report, baseline))
     return GateResult(
         passed=all(f.conclusion != FAILED for f in findings),
@@ -193,28 +188,51 @@ def _conditions(report: Report, name: str) -> dict[str, object]:
     }
 
 
-def _judge(
-    compared: _Compared, temperature: float, tolerance: float, confidence: float, sequential: bool
+def judged(compared: Compared, temperature: float, tolerance: float, confidence: float) -> GateFinding:
+    """Return the finding that one look at all prompts of a comparison amounts to; an interval shrinks with their root.
+
+    The smallest drop takes ln of the ratio to be normal.
+    """
+    ratio, floor = compared.ratio, 1 - tolerance
+
+    def needed(half: float, distance: float) -> int:
+        return math.ceil(compared.num_prompts * (half / distance) ** 2)
+
+    if not ratio.known:
+        return finding_of(compared, temperature, tolerance, needed)
+    error = math.log(ratio.high / ratio.low) / (2 * float(ndtri(confidence)))
+    drop = 1 - floor * math.exp(-error * float(ndtri(confidence) + ndtri(POWER)))
+    return finding_of(compared, temperature, tolerance, needed, drop)
+
+
+def finding_of(
+    compared: Compared,
+    temperature: float,
+    tolerance: float,
+    needed: Callable[[float, float], int],
+    smallest_drop: float = math.nan,
 ) -> GateFinding:
-    """Return the finding that a comparison amounts to."""
+    """Return the finding on a ratio whose ends are one-sided bounds.
+
+    Args:
+        needed: the number of prompts that brings half the width of the bounds down to a distance, from both.
+        smallest_drop: that four of five such comparisons detect; nan where none can be told.
+    """
     ratio, floor = compared.ratio, 1 - tolerance
     if ratio.known and ratio.high < floor:
         conclusion, why = FAILED, f"τ fell by more than {tolerance:.1%}"
     elif ratio.known and ratio.low >= floor:
         conclusion, why = PASSED, "no drop beyond the tolerance"
     else:
-        conclusion, why = UNDECIDED, _needed(ratio, floor, compared.num_prompts, confidence if sequential else None)
+        conclusion, why = UNDECIDED, _needed(ratio, floor, compared.num_prompts, needed)
     word = "passed, with a warning" if conclusion == UNDECIDED else conclusion
-    drop, power = math.nan, ""
-    if ratio.known and not sequential:  # taking ln of the ratio to be normal
-        error = math.log(ratio.high / ratio.low) / (2 * float(ndtri(confidence)))
-        drop = 1 - floor * math.exp(-error * float(ndtri(confidence) + ndtri(POWER)))
-        power = f"; a drop of {drop:.1%} would have failed in 4 runs of 5"
+    known = not math.isnan(smallest_drop)
+    power = f"; a drop of {smallest_drop:.1%} would have failed in 4 runs of 5" if known else ""
     line = (
         f"temperature {temperature:g}: τ {_shown(compared.before)} → {_shown(compared.after)}, "
         f"ratio {ratio.text(3)} ({compared.how}): {word}: {why}{power}"
     )
-    return GateFinding(temperature, conclusion, ratio, line, drop, compared.before, compared.after)
+    return GateFinding(temperature, conclusion, ratio, line, smallest_drop, compared.before, compared.after)
 
 
 def _shown(tau: float) -> str:
@@ -222,7 +240,7 @@ def _shown(tau: float) -> str:
 
 
 @dataclass(frozen=True)
-class _Compared:
+class Compared:
     """The ratio τ_new / τ_old with one-sided bounds, how it was made, the number of prompts, and both τ."""
 
     ratio: Interval
@@ -234,31 +252,12 @@ class _Compared:
     old: Sequence[Counted] = ()
 
 
-def _at_first_verdict(compared: _Compared, floor: float, confidence: float) -> _Compared:
-    """Return the comparison after the first prompt that decides it, else after all; bounds hold at every prompt."""
-    suites, prompts = [c.suite for c in compared.new], [c.prompt for c in compared.new]
-    seen = looks(_tau(compared.new), _tau(compared.old), suites, prompts, confidence)
-    if not seen:
-        raise BadInputError(
-            f"a sequential gate needs prompt records of both sides, and at least {FIRST_LOOK} prompts; "
-            f"there are {len(compared.new)}."
-        )
-    last = seen[-1]
-    first = next((look for look in seen if look.quotient.high < floor or look.quotient.low >= floor), last)
-    how = f"{compared.how}, bounds for every look"
-    if first is not last:
-        how = (
-            f"{first.prompts} of {compared.num_prompts} prompts decide it, bounds for every look; "
-            f"all of them: {last.quotient.text(3)}"
-        )
-    return replace(
-        compared, ratio=first.quotient, how=how, num_prompts=first.prompts, before=first.below, after=first.above
-    )
+Judge = Callable[[Compared, float, float, float], GateFinding]  # of temperature, tolerance and confidence
 
 
 def _compared(
     report: Report, baseline: Report, name: str, temperature: float, confidence: float, beside: GateComparison | None
-) -> _Compared:
+) -> Compared:
     sides = [which.records_of(name, temperature) for which in (report, baseline)]
     moved = _asked_otherwise(*sides)
     new, old = (Counted.conversations([r for r in side if (r.suite, r.prompt) not in moved]) for side in sides)
@@ -266,7 +265,7 @@ def _compared(
         now, then = (r.headline(name, temperature) for r in (report, baseline))
         before, after = (figures.tau.value if figures.tau else math.nan for figures in (then, now))
         ratio = unpaired_ratio(now.tau, then.tau, confidence)
-        return _Compared(ratio, "unpaired: a report without prompt records", now.num_prompts, before, after)
+        return Compared(ratio, "unpaired: a report without prompt records", now.num_prompts, before, after)
     old, how = aligned(old, new), f"paired over {len(new)} prompts"
     if beside is not None:
         known = {(c.suite, c.prompt) for c in new}
@@ -276,7 +275,7 @@ def _compared(
     how += f", without {len(moved)} later turns, asked after other answers" if moved else ""
     before, after = (sum(c.emitted for c in s) / max(1, sum(c.rounds for c in s)) for s in (old, new))
     ratio = paired_ratio(new, old, confidence, report.conditions.seed)
-    return _Compared(ratio, how, len(new), before, after, new, old)
+    return Compared(ratio, how, len(new), before, after, new, old)
 
 
 def _asked_otherwise(new: Sequence[PromptRecord], old: Sequence[PromptRecord]) -> set[tuple[str, str]]:
@@ -305,10 +304,10 @@ def paired_ratio(new: Sequence[Counted], old: Sequence[Counted], confidence: flo
     order = sorted(range(len(new)), key=lambda i: suites.index(new[i].suite))  # suite by suite, as the strata are
     # Two-sided at 2c − 1 is one-sided at c on either end.
     bootstrap = Bootstrap([sum(c.suite == s for c in new) for s in suites], confidence=2 * confidence - 1, seed=seed)
-    return bootstrap.quotient(_tau([new[i] for i in order]), _tau([old[i] for i in order]))
+    return bootstrap.quotient(tau_of([new[i] for i in order]), tau_of([old[i] for i in order]))
 
 
-def _tau(counted: Sequence[Counted]) -> Ratio:
+def tau_of(counted: Sequence[Counted]) -> Ratio:
     return Ratio([c.emitted for c in counted], [c.rounds for c in counted])
 
 
@@ -323,24 +322,13 @@ def unpaired_ratio(new: Interval | None, old: Interval | None, confidence: float
     return Interval(value, value * math.exp(-spread), value * math.exp(spread))
 
 
-def _needed(ratio: Interval, floor: float, num_prompts: int, at_every_look: float | None) -> str:
-    """Return why there is no verdict, and how many prompts would give one.
-
-    An interval shrinks with their root; bounds that hold at every look, with this confidence, shrink more slowly.
-    """
+def _needed(ratio: Interval, floor: float, num_prompts: int, needed: Callable[[float, float], int]) -> str:
+    """Return why there is no verdict, and how many prompts would give one."""
     if not ratio.known:
         return f"{num_prompts} prompts give no interval; measure at least 20"
-    half = (ratio.high - ratio.low) / 2
     distance = max(abs(ratio.value - floor), (1 - floor) / 10, 1e-3)
-    needed = (
-        math.ceil(num_prompts * (half / distance) ** 2)
-        if at_every_look is None
-        else prompts_to_decide(half, num_prompts, distance, at_every_look)
-    )
-    return (
-        f"not enough data, {num_prompts} prompts cannot tell it from a drop to {floor:.3f}; "
-        f"about {max(needed, num_prompts + 1)} would"
-    )
+    would = max(needed((ratio.high - ratio.low) / 2, distance), num_prompts + 1)
+    return f"not enough data, {num_prompts} prompts cannot tell it from a drop to {floor:.3f}; about {would} would"
 
 
 def _remarks(report: Report, baseline: Report, new: str, old: str) -> list[str]:

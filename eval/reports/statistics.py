@@ -14,11 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr, stdtrit
+from scipy.special import ndtr, ndtri, stdtrit
 
 from .figures import CONFIDENCE, RESAMPLES, Interval, Ratio
 
 Floats = NDArray[np.float64]
+_FEWEST = 12  # prompts, before which variances are not to be trusted
+POWER = 0.8  # share of comparisons that detect the difference that they were planned for
 
 
 class Bootstrap:
@@ -96,3 +98,23 @@ def strata_of(suites: Sequence[str]) -> list[int]:
 def _value(ratio: Ratio) -> float:
     below = float(np.sum(ratio.denominators))
     return float(np.sum(ratio.numerators)) / below + ratio.offset if below else math.nan
+
+
+def prompts_needed(interval: Interval, num_prompts: int, difference: float) -> int | None:
+    """Return the prompts with which four of five runs tell a ratio from a fixed number, so far away; None: unknown.
+
+    The noise is that of the interval of `num_prompts`; where it has no width, nothing is known of it.
+    """
+    found = detectable(interval, num_prompts, num_prompts)
+    if math.isnan(found) or found == 0:
+        return None
+    return max(_FEWEST, math.ceil(num_prompts * (math.log1p(found) / math.log1p(difference)) ** 2))
+
+
+def detectable(interval: Interval, num_prompts: int, prompts: int) -> float:
+    """Return the relative difference that four of five runs with `prompts` find, by the interval of `num_prompts`."""
+    if not interval.known or interval.low <= 0:
+        return math.nan
+    quantile = float(ndtri(0.5 + CONFIDENCE / 2))
+    error = math.log(interval.high / interval.low) / (2 * quantile) * math.sqrt(num_prompts / prompts)
+    return math.expm1(error * (quantile + float(ndtri(POWER))))

@@ -403,19 +403,3 @@ def test_reports_of_strangers_make_no_markdown() -> None:
     )
     page = markdown(strange)
     assert not any(forbidden in page for forbidden in ("<script", "](http", "\n# a", "\\|"))
-
-
-def test_a_sequential_gate_says_how_many_prompts_decide_it_and_needs_few_for_a_clear_drop():
-    """Its bounds hold at every look, so that they are wider than those of one look at all prompts."""
-    clear, close = (gate(drawn(120, alpha, seed=1), drawn(120, 0.6), 0.0, sequential=True) for alpha in (0.4, 0.6))
-    (failed,), (open_still,) = clear.findings, close.findings
-    assert (failed.conclusion, open_still.conclusion) == ("failed", "not enough data")
-    assert "12 of 120 prompts decide it, bounds for every look; all of them: " in failed.line
-    assert failed.tau_after / failed.tau_before == pytest.approx(failed.ratio.value), "τ of the prompts that decided"
-    assert math.isnan(failed.smallest_drop), "which is told of fixed numbers of prompts"
-    fixed = gate(drawn(120, 0.6, seed=1), drawn(120, 0.6), 0.0).findings[0].ratio
-    wider = open_still.ratio
-    assert wider.low < fixed.low < fixed.high < wider.high
-    assert wider.value == pytest.approx(fixed.value)
-    said = "needs prompt records of both sides, and at least 12 prompts; there are 5."
-    assert said in refusal(gate, drawn(5, 0.6), drawn(5, 0.6), sequential=True)

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from scipy import stats
 
 from outrider.eval import Interval, Ratio
-from outrider.eval.reports.statistics import Bootstrap, strata_of
+from outrider.eval.reports.statistics import Bootstrap, detectable, prompts_needed, strata_of
 
 
 def test_the_value_is_the_ratio_of_sums_not_the_mean_of_ratios():
@@ -153,3 +153,15 @@ def test_an_interval_holds_its_ends_and_needs_them_and_its_value():
 def test_strata_are_the_suites_sizes_in_the_order_of_their_first_prompts():
     assert strata_of(["docs", "docs", "code", "docs"]) == [3, 1]
     assert strata_of([]) == []
+
+
+def test_the_prompts_that_a_difference_needs_are_those_that_find_it():
+    """Of 30 prompts, an error of 5% in ln: (1.96 + 0.84)² · 0.05² / ln(1.03)² times as many."""
+    look = Interval(2.0, 2.0 * np.exp(-1.96 * 0.05), 2.0 * np.exp(1.96 * 0.05))
+    needed = prompts_needed(look, 30, 0.03)
+    assert needed == pytest.approx(30 * (2.8016 * 0.05 / np.log(1.03)) ** 2, rel=0.01)
+    assert detectable(look, 30, needed) == pytest.approx(0.03, rel=0.01)
+    assert prompts_needed(look, 30, 0.9) == 12, "fewer give no interval"
+    assert prompts_needed(Interval(2.0, np.nan, np.nan), 30, 0.03) is None
+    assert prompts_needed(Interval(2.0, 2.0, 2.0), 30, 0.03) is None
+    assert np.isnan(detectable(Interval(2.0, np.nan, np.nan), 30, 60))

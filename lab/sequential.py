@@ -1,4 +1,4 @@
-"""Comparisons that may be looked at after every prompt, and how many prompts a comparison needs.
+"""The gate, decided at the first prompt that allows it: comparisons that may be looked at after every prompt.
 
 A confidence sequence bounds a ratio after every prompt at once, so that a decision may be taken at the first look that
 allows one. Its bounds are those of the normal mixture for a mean of influences (Waudby-Smith, Arbour, Sinha, Kennedy
@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import numpy as np
-from scipy.special import ndtr, ndtri, stdtrit
+from scipy.special import ndtr, stdtrit
 
-from .figures import CONFIDENCE, Interval, Ratio
-from .statistics import Floats
+from ..common import BadInputError
+from ..eval.reports.figures import Interval, Ratio
+from ..eval.reports.gate import Compared, GateFinding, finding_of, tau_of
+from ..eval.reports.statistics import Floats
 
 FIRST_LOOK = 12  # prompts, before which variances are not to be trusted
 _TIGHTEST = 60  # prompts at which the bounds are the closest to those of a fixed test
 _UNSEEN = 0.3  # influence of one prompt of each suite that is like none before it: equal prompts are no certainty
-POWER = 0.8  # share of comparisons that detect the difference that they were planned for
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,39 @@ class Look:
     above: float
     below: float
     quotient: Interval
+
+
+def judged_in_turn(compared: Compared, temperature: float, tolerance: float, confidence: float) -> GateFinding:
+    """Return the finding of a gate at the first prompt that decides it, else at the last; bounds hold at every prompt.
+
+    It has no smallest drop: its number of prompts is no choice.
+
+    Raises:
+        BadInputError: too few prompts, or none that both sides have.
+    """
+    suites, prompts = [c.suite for c in compared.new], [c.prompt for c in compared.new]
+    seen = looks(tau_of(compared.new), tau_of(compared.old), suites, prompts, confidence)
+    if not seen:
+        raise BadInputError(
+            f"a sequential gate needs prompt records of both sides, and at least {FIRST_LOOK} prompts; "
+            f"there are {len(compared.new)}."
+        )
+    last, floor = seen[-1], 1 - tolerance
+    first = next((look for look in seen if look.quotient.high < floor or look.quotient.low >= floor), last)
+    how = f"{compared.how}, bounds for every look"
+    if first is not last:
+        how = (
+            f"{first.prompts} of {compared.num_prompts} prompts decide it, bounds for every look; "
+            f"all of them: {last.quotient.text(3)}"
+        )
+    at_first = replace(
+        compared, ratio=first.quotient, how=how, num_prompts=first.prompts, before=first.below, after=first.above
+    )
+
+    def needed(half: float, distance: float) -> int:
+        return prompts_to_decide(half, first.prompts, distance, confidence)
+
+    return finding_of(at_first, temperature, tolerance, needed)
 
 
 def looks(above: Ratio, below: Ratio, suites: Sequence[str], prompts: Sequence[str], confidence: float) -> list[Look]:
@@ -119,23 +153,3 @@ def prompts_to_decide(width: float, num_prompts: int, distance: float, confidenc
     while narrowed(needed) > distance:
         needed = math.ceil(1.05 * needed)
     return needed
-
-
-def prompts_needed(interval: Interval, num_prompts: int, difference: float) -> int | None:
-    """Return the prompts with which four of five runs tell a ratio from a fixed number, so far away; None: unknown.
-
-    The noise is that of the interval of `num_prompts`; where it has no width, nothing is known of it.
-    """
-    found = detectable(interval, num_prompts, num_prompts)
-    if math.isnan(found) or found == 0:
-        return None
-    return max(FIRST_LOOK, math.ceil(num_prompts * (math.log1p(found) / math.log1p(difference)) ** 2))
-
-
-def detectable(interval: Interval, num_prompts: int, prompts: int) -> float:
-    """Return the relative difference that four of five runs with `prompts` find, by the interval of `num_prompts`."""
-    if not interval.known or interval.low <= 0:
-        return math.nan
-    quantile = float(ndtri(0.5 + CONFIDENCE / 2))
-    error = math.log(interval.high / interval.low) / (2 * quantile) * math.sqrt(num_prompts / prompts)
-    return math.expm1(error * (quantile + float(ndtri(POWER))))

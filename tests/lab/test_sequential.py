@@ -1,22 +1,22 @@
-"""Bounds that hold at every look, and the prompts that a difference needs."""
+"""The gate at the first prompt that decides it: bounds that hold at every look."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from outrider.eval import Interval, Ratio
-from outrider.eval.reports.sequential import (
-    Look,
-    detectable,
-    looking_order,
-    looks,
-    prompts_needed,
-    prompts_to_decide,
-)
+from outrider.eval import Ratio
+from outrider.eval.reports.gate import gate
+from outrider.eval.reports.render import write_report
+from outrider.lab.sequential import Look, judged_in_turn, looking_order, looks, prompts_to_decide
+
+from ..eval.conftest import refusal
+from ..eval.reports.test_gate import drawn
+from ..scripts.conftest import Command, answer
 
 
 def judged(factors: Sequence[float], suites: Sequence[str], seed: int = 0, spread: float = 0.02) -> list[Look]:
@@ -91,13 +91,28 @@ def test_bounds_of_every_look_need_more_prompts_than_the_root_says():
     assert math.isclose(prompts_to_decide(0.02, 100, 0.005, 0.95) / needed, 4.2, abs_tol=0.4)
 
 
-def test_the_prompts_that_a_difference_needs_are_those_that_find_it():
-    """Of 30 prompts, an error of 5% in ln: (1.96 + 0.84)² · 0.05² / ln(1.03)² times as many."""
-    look = Interval(2.0, 2.0 * np.exp(-1.96 * 0.05), 2.0 * np.exp(1.96 * 0.05))
-    needed = prompts_needed(look, 30, 0.03)
-    assert needed == pytest.approx(30 * (2.8016 * 0.05 / np.log(1.03)) ** 2, rel=0.01)
-    assert detectable(look, 30, needed) == pytest.approx(0.03, rel=0.01)
-    assert prompts_needed(look, 30, 0.9) == 12, "fewer give no interval"
-    assert prompts_needed(Interval(2.0, np.nan, np.nan), 30, 0.03) is None
-    assert prompts_needed(Interval(2.0, 2.0, 2.0), 30, 0.03) is None
-    assert np.isnan(detectable(Interval(2.0, np.nan, np.nan), 30, 60))
+def test_a_sequential_gate_says_how_many_prompts_decide_it_and_needs_few_for_a_clear_drop():
+    """Its bounds hold at every look, so that they are wider than those of one look at all prompts."""
+    clear, close = (gate(drawn(120, alpha, seed=1), drawn(120, 0.6), 0.0, judge=judged_in_turn) for alpha in (0.4, 0.6))
+    (failed,), (open_still,) = clear.findings, close.findings
+    assert (failed.conclusion, open_still.conclusion) == ("failed", "not enough data")
+    assert "12 of 120 prompts decide it, bounds for every look; all of them: " in failed.line
+    assert failed.tau_after / failed.tau_before == pytest.approx(failed.ratio.value), "τ of the prompts that decided"
+    assert math.isnan(failed.smallest_drop), "which is told of fixed numbers of prompts"
+    fixed = gate(drawn(120, 0.6, seed=1), drawn(120, 0.6), 0.0).findings[0].ratio
+    wider = open_still.ratio
+    assert wider.low < fixed.low < fixed.high < wider.high
+    assert wider.value == pytest.approx(fixed.value)
+    said = "needs prompt records of both sides, and at least 12 prompts; there are 5."
+    assert said in refusal(gate, drawn(5, 0.6), drawn(5, 0.6), judge=judged_in_turn)
+
+
+def test_the_verb_answers_as_the_gate_does(outrider: Command, tmp_path: Path) -> None:
+    now, worse, then = (
+        write_report(drawn(120, alpha, seed), tmp_path / str(seed)) for seed, alpha in ((1, 0.6), (2, 0.4), (3, 0.6))
+    )
+    passed = answer("gate", outrider("lab", "gate", now, "--against", then, "--json"))
+    assert "bounds for every look" in passed["findings"][0]["line"]
+    failed = outrider("lab", "gate", worse, "--against", then)
+    assert failed.exit_code == 1
+    assert "12 of 120 prompts decide it" in failed.stdout

@@ -31,7 +31,7 @@ from .dataset_formats import Row, RowError, understand
 from .prompt_table import LinesOnDisk
 from .tables import hub_rows, num_parquet_rows, table_rows
 
-EMBEDDED = "embedded:"
+EMBEDDED, SMOLLM2 = "embedded:", "smollm2:"  # the beginnings of names of packaged prompts
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 
 T = TypeVar("T")
@@ -182,7 +182,7 @@ def title(source: str) -> str:
 
 def is_hub(source: str) -> bool:
     """Return whether a source is neither packaged nor a path: what is left is a name on the Hub."""
-    if source.startswith((EMBEDDED, ".", "/", "~")) or Path(source).exists():
+    if source.startswith((EMBEDDED, SMOLLM2, ".", "/", "~")) or Path(source).exists():
         return False
     return Path(source).suffix not in SUFFIXES
 
@@ -191,11 +191,13 @@ def locate(source: str) -> Path:
     """Return the file or folder that an `embedded:` name or a path means. BadInputError: there is none of a kind."""
     if source.startswith(EMBEDDED):
         return embedded_file(f"prompts/{source.removeprefix(EMBEDDED)}.jsonl")
+    if source.startswith(SMOLLM2):
+        return embedded_file(f"{source.removeprefix(SMOLLM2)}.jsonl", "smollm2")
     file = Path(source).expanduser()
     if not file.exists():
         raise BadInputError(
-            f"the prompt source {source!r} does not exist; expected embedded:code, embedded:docs, embedded:prose, a "
-            "file, a folder, or a Hub id like org/name."
+            f"the prompt source {source!r} does not exist; expected embedded:code, embedded:docs, embedded:prose, "
+            "smollm2:answers, a file, a folder, or a Hub id like org/name."
         )
     if not file.is_dir() and file.suffix not in SUFFIXES:
         raise BadInputError(

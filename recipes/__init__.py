@@ -47,16 +47,17 @@ def packaged_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(_HERE.glob("*.yaml"))}
 
 
-def embedded_file(name: str) -> Path:
-    """Return a file that ships beside the embedded target, e.g. `embedded_file("suites/code.jsonl")`."""
-    folder = _HERE / "embedded"
+def embedded_file(name: str, model: str = "embedded") -> Path:
+    """Return a file that ships beside the embedded target, e.g. `embedded_file("suites/code.jsonl")`.
+
+    `model`: of another model's files, "smollm2".
+    """
+    folder = _HERE / model
     file = folder / name
     if not file.is_file():
-        present = sorted(str(p.relative_to(folder)) for p in folder.glob("*/*.jsonl"))
-        raise BadInputError(
-            f"there is no embedded file {name!r}; there are: "
-            f"{', '.join(present) or 'none (the installation is incomplete)'}."
-        )
+        present = sorted(str(p.relative_to(folder)) for p in folder.glob("**/*.jsonl"))
+        known = ", ".join(present) or "none (the installation is incomplete)"
+        raise BadInputError(f"there is no {model} file {name!r}; there are: {known}.")
     return file
 
 

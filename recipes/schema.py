@@ -269,8 +269,9 @@ class DataSpec(Section):
     """What the drafter learns from.
 
     Attributes:
-        prompts: `embedded:code`, `embedded:docs`, `embedded:prose`, a .jsonl/.json/.parquet/.arrow/.txt file, a folder
-            of them, or a Hub data set (`org/name` or `org/name:split`); each a text, or a mapping with `path`.
+        prompts: `embedded:code`, `embedded:docs`, `embedded:prose`, `smollm2:answers` (with `answers: given`), a
+            .jsonl/.json/.parquet/.arrow/.txt file, a folder of them, or a Hub data set (`org/name` or
+            `org/name:split`); each a text, or a mapping with `path`.
         limit: prompts used in all, taken from the sources in turn; null for all.
         sample: seed of the draw of rows where there are more than a limit; null for the first ones. Of a Hub data set
             some hundred times the limit are looked at.

@@ -49,7 +49,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 NEXT = {**EXPERTS, "shared_expert_intermediate_size": 16, "head_dim": 16, **LINEAR}
 SLIDING = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-# By Hub id: the published config's class, its fields, and by how much its vocabulary is padded.
+# By Hub id, or the name that it is fetched under: the published config's class, its fields, and by how much its vocabulary is padded.
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, {"num_hidden_layers": 6, "rope_parameters": LLAMA3}, 0),
     "meta-llama/Llama-3.3-70B-Instruct": (LlamaConfig, {"num_hidden_layers": 8, "rope_parameters": LLAMA3}, 0),
@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (Qwen3NextConfig, {"num_hidden_layers": 4, **NEXT}, 16),
     "openai/gpt-oss-20b": (GptOssConfig, {"num_hidden_layers": 6, **SLIDING}, 16),
     "openai/gpt-oss-120b": (GptOssConfig, {"num_hidden_layers": 6, **SLIDING}, 16),
+    "smollm2": (LlamaConfig, {"num_hidden_layers": 6, "tie_word_embeddings": True}, 0),
     "Qwen/Qwen3-235B-A22B": (Qwen3MoeConfig, {"num_hidden_layers": 6, "head_dim": 16, **EXPERTS}, 16),
 }
 
@@ -158,7 +159,7 @@ def trains_and_drafts(recipe: Recipe, target: Target | None, whole: Target) -> N
     assert max(r.drafted for r in out.rounds[0]) == recipe.eval.depth, "it drafts as deep as it is measured"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if not name.startswith("smollm2")])
 def test_what_a_recipe_asks_of_the_trainer_is_what_it_gets(name, tmp_path):
     """A learning rate of "1e-4" as text, or warm-up in steps for a fraction, would go unnoticed for hours."""
     args = training_arguments(load_recipe(name, [f"output={tmp_path}"]))

@@ -1,15 +1,15 @@
-"""The answers that are kept are whole conversations, of different questions."""
+"""The answers of SmolLM2 that ship are whole conversations, of different questions."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-ANSWERS = Path(__file__).parents[2] / "benchmarks" / "data" / "smollm2-answers.jsonl"
+from outrider.recipes import embedded_file
 
 
 def test_each_row_is_one_question_and_its_answer() -> None:
-    rows = [json.loads(line)["messages"] for line in ANSWERS.read_text(encoding="utf-8").splitlines()]
+    lines = embedded_file("answers.jsonl", "smollm2").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line)["messages"] for line in lines]
     assert len({question["content"] for question, _ in rows}) == len(rows) >= 768
     assert {answer["finish_reason"] for _, answer in rows} == {"stop", "length"}
     assert all(answer["role"] == "assistant" and answer["content"] for _, answer in rows)

@@ -82,6 +82,7 @@ class FusedLinear:
         self.norms = norms
         own = [linear.weight for linear in linears]
         self.whole: PackedLinear | None = None  # multiplies for all of them already
+        self.packed: list[PackedWeight] = []
         if isinstance(linears[0], PackedLinear) and width is None and scale is None and linears[0].is_first_of(linears):
             self.whole = linears[0]
             self.weights = own
@@ -92,8 +93,8 @@ class FusedLinear:
         self.weights = [part.contiguous() for part in weight.split(width or weight.shape[1], 1)]
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = _together(biases) if biases else None
-        packs = all(isinstance(linear, PackedLinear) for linear in linears)
-        self.packed = [PackedWeight(part) for part in self.weights] if packs else []
+        if all(isinstance(linear, PackedLinear) for linear in linears):
+            self.packed = [PackedWeight(part) for part in self.weights]
 
     def __call__(self, x: Tensor, part: int = 0) -> Tensor:
         """Return the product of the input, or of that part of it; those of all parts add up to the whole."""

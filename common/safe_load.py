@@ -157,9 +157,9 @@ def parse_json(text: str, where: str, limits: FileLimits = JSON) -> Any:
     return values
 
 
-def read_json_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[tuple[int, Any]]:
+def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield the values of a .jsonl file's lines with the lines' numbers, from 1; empty lines are left out."""
-    for number, line in enumerate(read_lines(file, limit), 1):
+    for number, line in enumerate(read_lines(file), 1):
         if line.strip():
             yield number, parse_json(line, f"{file}: line {number}")
 

@@ -101,9 +101,9 @@ def ragged_lengths(batch: int, length: int) -> list[int]:
     return [max(1, length - row % 4) for row in range(batch)]
 
 
-def random_tokens(target: Target, batch: int, count: int, seed: int = 0) -> Tensor:
+def random_tokens(target: Target, batch: int, count: int) -> Tensor:
     """Return `[batch, count]` token ids, always the same."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return torch.randint(target.vocab_size, (batch, count), generator=generator).to(target.device)
 
 

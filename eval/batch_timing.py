@@ -92,9 +92,11 @@ def batch_speed(done: Sequence[BatchAnswer]) -> Ratio:
     return Ratio([c.num_tokens for c in done], [c.seconds for c in done])
 
 
-def batch_count(jobs: Sequence[PromptJob], settings: EvalSpec, least: int = LEAST_GROUPS) -> int:
+def batch_count(jobs: Sequence[PromptJob], settings: EvalSpec) -> int:
     """Return how many batches are run of all sizes. BadInputError: a size above the number of prompts."""
-    return sum(len(make_groups(jobs, size, least, settings.seed)) for size in dict.fromkeys(settings.batch_sizes))
+    return sum(
+        len(make_groups(jobs, size, LEAST_GROUPS, settings.seed)) for size in dict.fromkeys(settings.batch_sizes)
+    )
 
 
 def measure_batches(
@@ -104,7 +106,6 @@ def measure_batches(
     temperature: float = 0.0,
     least: int = LEAST_GROUPS,
     tick: Callable[[], None] = lambda: None,
-    more: Sequence[BatchRacer] = (),
 ) -> list[BatchFigures]:
     """Complete batches of every size with every contestant: its name, decoder and plan.
 
@@ -114,7 +115,7 @@ def measure_batches(
         decoders: one of them without a drafter: the baseline.
         settings: `batch_sizes`, `max_new_tokens`, `repeats`, `sampling` and `seed` are used.
         least: batches of each size; see `make_groups`.
-        tick: called after each batch. more: contestants beside these.
+        tick: called after each batch.
 
     Raises:
         BadInputError: a size below 1 or above the number of prompts.
@@ -123,7 +124,7 @@ def measure_batches(
     sizes = list(dict.fromkeys(settings.batch_sizes))
     groups = [(size, group) for size in sizes for group in make_groups(jobs, size, least, settings.seed)]
     random.Random(settings.seed).shuffle(groups)
-    racers = [*(BatchRacer(name, decoder, plan, settings) for name, decoder, plan in decoders), *more]
+    racers = [BatchRacer(name, decoder, plan, settings) for name, decoder, plan in decoders]
     for size in sizes:
         widest = max((own for of, own in groups if of == size), key=lambda own: max(len(j.prompt.tokens) for j in own))
         for racer in racers:

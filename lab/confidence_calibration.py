@@ -71,9 +71,9 @@ def bins_of(predicted: np.ndarray, observed: np.ndarray, count: int = BINS) -> l
     return [Bin(len(p), float(p.mean()), float(o.mean())) for p, o in groups if len(p)]
 
 
-def calibration_error(predicted: np.ndarray, observed: np.ndarray, count: int = BINS) -> float:
+def calibration_error(predicted: np.ndarray, observed: np.ndarray) -> float:
     """Return the expected calibration error: the mean distance between confidence and accepted share, by bins."""
-    bins = bins_of(predicted, observed, count)
+    bins = bins_of(predicted, observed)
     return sum(b.count * abs(b.predicted - b.observed) for b in bins) / max(1, len(predicted))
 
 

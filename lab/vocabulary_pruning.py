@@ -167,16 +167,14 @@ class VocabularyReport(ReportModel):
     token_ids: list[int] | None = None
 
 
-def size_figures(
-    sums: Floats, counts: Floats, vocabularies: Sequence[tuple[int, str, float]], seed: int = 0
-) -> list[SizeFigures]:
+def size_figures(sums: Floats, counts: Floats, vocabularies: Sequence[tuple[int, str, float]]) -> list[SizeFigures]:
     """Return the figures of each size, with intervals over rows.
 
     Args:
         sums, counts: from `measure_pruning`.
         vocabularies: size, digest and counted share of each.
     """
-    bootstrap = Bootstrap([len(counts)], seed=seed)
+    bootstrap = Bootstrap([len(counts)])
     return [
         SizeFigures(
             size=size,

@@ -20,7 +20,21 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, e.g. training.max_steps=50."),
 ]
-PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
+
+
+def named_pair(folder: Path) -> Path:
+    """Return a pair's folder: `folder` itself, or that of the pair which a package registers under such a name."""
+    if folder.exists() or len(folder.parts) != 1:
+        return folder
+    from ..common.plugins import plugin
+
+    found = plugin("pairs", folder.name)
+    return folder if found is None else Path(found)
+
+
+PairFolder = Annotated[
+    Path, typer.Argument(metavar="PAIR", help="A pair's folder, or the name of one in a package.", callback=named_pair)
+]
 NewTarget = Annotated[
     str, typer.Option("--target", help="The changed target: a folder, a .gguf, a Hub id, 'embedded'.")
 ]

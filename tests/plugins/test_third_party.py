@@ -13,6 +13,7 @@ from outrider.common import BadInputError
 from outrider.common.plugins import registered
 from outrider.decode import Decoder, Plan
 from outrider.heads import HEADS, load_drafter
+from outrider.scripts.options import named_pair
 from outrider.targets import Target
 
 from ..scripts.conftest import Command, failed, succeeded
@@ -66,3 +67,23 @@ def test_one_name_belongs_to_one_package(tmp_path: Path, monkeypatch: pytest.Mon
     registered.cache_clear()
     with pytest.raises(BadInputError, match=r"two packages register 'bigram' in outrider\.drafters"):
         registered("drafters")
+
+
+def test_a_package_may_bring_a_pair_by_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of that name goes first."""
+    module = tmp_path / "site" / "brought.py"
+    info = module.with_name("brought-1.0.dist-info")
+    info.mkdir(parents=True)
+    module.write_text(f"PAIR = {str(tmp_path / 'pair')!r}\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[outrider.pairs]\nknown-pair = brought:PAIR\n")
+    monkeypatch.syspath_prepend(str(module.parent))
+    monkeypatch.chdir(tmp_path)
+    registered.cache_clear()
+    try:
+        assert named_pair(Path("known-pair")) == tmp_path / "pair"
+        assert named_pair(Path("unknown-pair")) == Path("unknown-pair")
+        Path("known-pair").mkdir()
+        assert named_pair(Path("known-pair")) == Path("known-pair")
+    finally:
+        registered.cache_clear()

@@ -49,7 +49,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 NEXT = {**EXPERTS, "shared_expert_intermediate_size": 16, "head_dim": 16, **LINEAR}
 SLIDING = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-# By Hub id, or the name it is fetched under: the published config's class, its fields, and the padding of its vocabulary.
+# By Hub id, or the name it is fetched under: the config's class, its fields, and the padding of its vocabulary.
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, {"num_hidden_layers": 6, "rope_parameters": LLAMA3}, 0),
     "meta-llama/Llama-3.3-70B-Instruct": (LlamaConfig, {"num_hidden_layers": 8, "rope_parameters": LLAMA3}, 0),

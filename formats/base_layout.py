@@ -162,6 +162,7 @@ class ExportLayout(ABC, Generic[D, C]):
         counts_outputs: its taps are outputs of layers: output i is HF `hidden_states[i + 1]`.
         first_tap: the lowest number of a tap.
         served_as: the type of drafters whose method engines name for it; "" for its own.
+        precisions: that its matrices can be written in, beside their own.
     """
 
     name: ClassVar[str]
@@ -172,6 +173,7 @@ class ExportLayout(ABC, Generic[D, C]):
     counts_outputs: ClassVar[bool] = False
     first_tap: ClassVar[int] = 0
     served_as: str = ""
+    precisions: ClassVar[tuple[str, ...]] = ()
 
     def lacks(self, config: C, num_layers: int) -> list[Unsupported]:
         """Return the settings of a drafter that cannot be written or served; `num_layers` are the target's."""
@@ -215,6 +217,14 @@ class ExportLayout(ABC, Generic[D, C]):
     def plain_name(self, name: str) -> str:
         """Return the layout's own name of a tensor that other programs spell in another way."""
         return name
+
+    def rounded(self, weight: Tensor, precision: str) -> Tensor:
+        """Return a weight as it is read from files of one of the `precisions`."""
+        raise NotImplementedError(f"{self.name} has no precisions.")
+
+    def save_as(self, drafter: D, target: Target, folder: Path, depth: int, precision: str) -> None:
+        """Write the drafter into `folder` with matrices in one of the layout's `precisions`; "" for their own."""
+        self.save(drafter, target, folder, depth)
 
     def save(self, drafter: D, target: Target, folder: Path, depth: int) -> None:
         """Write the drafter into `folder`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import numpy as np
@@ -47,39 +47,53 @@ _KINDS = {
     torch.float16: gguf.GGMLQuantizationType.F16,
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
 }
+# By the words that `--precision` takes.
+_PRECISIONS = {kind.name.lower(): kind for kind in (*_KINDS.values(), gguf.GGMLQuantizationType.Q8_0)}
 
 
-class Gguf(ExportLayout[DraftModel, DraftModelConfig]):
+class Precise:
+    """Layouts of GGUF files, whose matrices can be of several precisions."""
+
+    precisions: ClassVar[tuple[str, ...]] = tuple(_PRECISIONS)
+
+    def rounded(self, weight: Tensor, precision: str) -> Tensor:
+        """Return a weight as it is read from files of a precision."""
+        return rounded(weight, precision)
+
+
+class Gguf(Precise, ExportLayout[DraftModel, DraftModelConfig]):
     """Draft models as llama.cpp reads them."""
 
     name = "gguf"
     drafter = "draft_model"
 
-    def save(self, drafter: DraftModel, target: Target, folder: Path, depth: int) -> None:
+    def save_as(self, drafter: DraftModel, target: Target, folder: Path, depth: int, precision: str) -> None:
         require_one_vocabulary(drafter, target)
-        write_gguf(drafter.model, target.require_tokenizer(), folder / FILE)
+        write_gguf(drafter.model, target.require_tokenizer(), folder / FILE, precision)
 
     def load(self, folder: Path) -> DrafterFiles:
         return DrafterFiles({}, {}, folder)
 
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        return model_logits(read_gguf(_file(files.folder)), passage)
+        return model_logits(read_gguf(gguf_file(files.folder)), passage)
 
     def read(self, files: DrafterFiles, target: Target) -> DraftModel:
-        file = _file(files.folder)
+        file = gguf_file(files.folder)
         if target.tokenizer is not None:
-            _require_same_tokens(file, target.tokenizer)
+            require_same_tokens(file, target.tokenizer)
         return DraftModel(read_gguf(file))
 
 
-def _file(folder: Path) -> Path:
+def gguf_file(folder: Path) -> Path:
+    """Return the one GGUF file in `folder`; raises BadInputError for none or several."""
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
         raise BadInputError(f"{folder}: expected one .gguf file, found {len(files)}.")
     return files[0]
 
 
-def _require_same_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def require_same_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a GGUF file whose tokens are not the target's."""
     field = gguf.GGUFReader(str(file)).get_field("tokenizer.ggml.tokens")
     theirs = [] if field is None else field.contents()
     for token, index in tokenizer.get_vocab().items():
@@ -88,8 +102,8 @@ def _require_same_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> None
             raise IncompatibleError(f"{file}: token {index} is {other!r} there, the target's is {token!r}.")
 
 
-def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Write a causal LM and its tokenizer into `file`, in the precision of its weights.
+def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, precision: str = "") -> None:
+    """Write a causal LM and its tokenizer into `file`, with matrices of this precision; "" for that of its weights.
 
     Raises IncompatibleError if its architecture, rotary positions or tokenizer are none that this writes.
     """
@@ -101,17 +115,23 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file:
         )
     architecture = _ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(str(file), gguf.MODEL_ARCH_NAMES[architecture])
-    _write_sizes(writer, config)
-    _write_tokenizer(writer, tokenizer, config.vocab_size)
+    write_sizes(writer, config)
+    write_tokenizer(writer, tokenizer, config.vocab_size)
     for name, tensor in _named(model, architecture):
-        _write_tensor(writer, name, tensor)
+        write_tensor(writer, name, tensor, precision)
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what a writer was given into its file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _write_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
+def write_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Write the sizes and rotary positions of a Llama-like model's config."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_vocab_size(config.vocab_size)
@@ -156,7 +176,7 @@ def _named(model: PreTrainedModel, architecture: Any) -> Iterator[tuple[str, Ten
             continue  # one of zeros, as grown models have it, adds nothing
         theirs += "" if theirs.endswith((".weight", ".bias")) else ".weight"
         if architecture is gguf.MODEL_ARCH.LLAMA and ".self_attn." in name:
-            tensor = _interleaved(name, tensor, config)
+            tensor = interleaved(name, tensor, config)
         yield theirs, tensor
 
 
@@ -170,7 +190,7 @@ def _separate_experts(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]
             yield name, tensor
 
 
-def _interleaved(name: str, tensor: Tensor, config: Any) -> Tensor:
+def interleaved(name: str, tensor: Tensor, config: Any) -> Tensor:
     """Return queries' and keys' rows in the order in which llama.cpp turns this architecture's: neighbours in pairs."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = next((number for part, number in heads.items() if f".{part}." in name), None)
@@ -179,15 +199,34 @@ def _interleaved(name: str, tensor: Tensor, config: Any) -> Tensor:
     return tensor.view(count, 2, len(tensor) // count // 2, -1).transpose(1, 2).reshape(tensor.shape)
 
 
-def _write_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor) -> None:
-    kind = _KINDS.get(tensor.dtype if tensor.ndim > 1 else torch.float32)
+def write_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, precision: str = "") -> None:
+    """Write weights: matrices in this precision ("" for their own), vectors in float32."""
+    kind = _kind(tensor, precision)
     if kind is None:
         raise IncompatibleError(f"gguf: {name} is of {tensor.dtype}; float32, bfloat16 and float16 are written.")
     values: np.ndarray = tensor.detach().float().cpu().contiguous().numpy()
     writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+def _kind(tensor: Tensor, precision: str) -> gguf.GGMLQuantizationType | None:
+    if tensor.ndim < 2 or not precision:
+        return _KINDS.get(tensor.dtype if tensor.ndim > 1 else torch.float32)
+    # Rows that are no whole number of blocks stay in float16, as llama.cpp's converter leaves them.
+    fits = tensor.shape[-1] % gguf.GGML_QUANT_SIZES[_PRECISIONS[precision]][0] == 0
+    return _PRECISIONS[precision] if fits else gguf.GGMLQuantizationType.F16
+
+
+def rounded(weight: Tensor, precision: str) -> Tensor:
+    """Return a matrix as it is read from a file of this precision, in float32; a vector as it is."""
+    kind = _kind(weight, precision)
+    if weight.ndim < 2 or kind is None:
+        return weight
+    held = gguf.quants.quantize(weight.detach().float().cpu().contiguous().numpy(), kind)
+    return torch.from_numpy(gguf.quants.dequantize(held, kind).copy()).to(weight.device)
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Write a byte-level BPE; raises IncompatibleError for another tokenizer."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pre_tokenizer(backend))

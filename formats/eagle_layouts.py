@@ -139,9 +139,7 @@ class Sglang(ExportLayout[Eagle3, Eagle3Config]):
         ):
             if getattr(config, name):
                 lacks.append(Unsupported(f"{name}: true", why, nearest))
-        if config.num_layers > 1:
-            lacks.append(Unsupported(f"num_layers: {config.num_layers}", "its EAGLE-3 has one layer", "num_layers: 1"))
-        return lacks
+        return lacks + one_layer(config)
 
     def write(self, drafter: Eagle3, target: Target, depth: int) -> DrafterFiles:
         tensors, config = Speculators(embeddings=False).write(drafter, target, depth).tensors, drafter.config
@@ -179,6 +177,12 @@ class Sglang(ExportLayout[Eagle3, Eagle3Config]):
 
     def read(self, files: DrafterFiles, target: Target) -> Eagle3:
         return Speculators().read(as_speculators(files, target.num_layers), target)
+
+
+def one_layer(config: Eagle3Config) -> list[Unsupported]:
+    """Return the lack of engines whose EAGLE-3 heads have one layer."""
+    many = config.num_layers > 1
+    return [Unsupported(f"num_layers: {config.num_layers}", "its EAGLE-3 has one layer", "num_layers: 1")] * many
 
 
 def sglang_flags(config: Fields, num_layers: int) -> Flags:

@@ -157,6 +157,9 @@ class Layers:
         self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
         self.size = int(config.get("head_dim") or config["hidden_size"] // self.heads)
         frequencies, scale = vllm_rope(config, self.size)
+        self.neighbours = config.get("is_neox_style") is False  # turn in pairs; else halves of a head do
+        if "rope_freqs.weight" in weights:  # llama.cpp's
+            frequencies = frequencies / weights("rope_freqs.weight")
         every = torch.arange(length, device=device)[None]
         turns = every.T * frequencies.to(device)  # [T, R / 2]
         self.cos, self.sin = scale * turns.cos(), scale * turns.sin()
@@ -182,11 +185,13 @@ class Layers:
 
     def turned(self, x: Tensor, first: int = 0) -> Tensor:
         """Return queries or keys `[1, A, T, D]` that stand at the places from `first` on, their first R dimensions
-        turned: two of a pair are R / 2 apart."""
+        turned: two of a pair are R / 2 apart, or neighbours."""
         cos, sin = (table[first : first + x.shape[-2]] for table in (self.cos, self.sin))
         half = cos.shape[-1]
-        one, other, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
-        return torch.cat([one * cos - other * sin, other * cos + one * sin, rest], -1)
+        axis, pairs = (-1, (half, 2)) if self.neighbours else (-2, (2, half))
+        one, other = x[..., : 2 * half].unflatten(-1, pairs).unbind(axis)
+        turned = torch.stack([one * cos - other * sin, other * cos + one * sin], axis).flatten(-2)
+        return torch.cat([turned, x[..., 2 * half :]], -1)
 
     def finish(self, at: str, mixed: Tensor, residual: Tensor) -> Tensor:
         """Return the layer's output `[T, H]` of its attention's, `[1, A, T, D]`, and the residual `[T, H]`."""

@@ -22,6 +22,7 @@ from .draft_models import FILE as GGUF_FILE
 from .draft_models import Gguf, Plain
 from .eagle_layouts import EagleLayout, Sglang
 from .early_exit import EarlyExit
+from .gguf_heads import GgufDFlash, GgufEagle3
 from .medusa_layouts import MedusaRepository, MedusaVllm
 from .mtp_layout import NativeMtp
 from .raw_blocks import DeepSpec, ZLab
@@ -60,7 +61,7 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
     "hf": {"draft_model": Plain(), "self_speculative": EarlyExit()},
     "medusa": {"medusa": MedusaRepository()},
     "eagle": {"eagle1": EagleLayout("eagle")},
-    "gguf": {"draft_model": Gguf()},
+    "gguf": {"draft_model": Gguf(), "eagle3": GgufEagle3(), "dflash": GgufDFlash()},
 }
 for _layouts in plugins("layouts").values():
     for _to, _by_drafter in _layouts.items():
@@ -179,7 +180,7 @@ def launch(
         settings = {"assistant_model": folder, "num_assistant_tokens": depth}
         return EngineLaunch("transformers", None, settings | {"num_assistant_tokens_schedule": "constant"})
     if to == "gguf":
-        return _llama(f"{folder}/{GGUF_FILE}", depth, rates)
+        return _llama(drafter, f"{folder}/{GGUF_FILE}", depth, rates)
     return EngineLaunch(to, None, {"depth": depth})
 
 
@@ -232,16 +233,19 @@ def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> E
     return EngineLaunch("sglang", shlex.join(words), settings)
 
 
-def _llama(file: str, depth: int, rates: Sequence[float]) -> EngineLaunch:
+_LLAMA_TYPES = {"draft_model": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash"}
+
+
+def _llama(drafter: str, file: str, depth: int, rates: Sequence[float]) -> EngineLaunch:
     # Without spec-draft-p-min it ends a draft at the first token that the draft model is not sure of, and unless told
     # otherwise it picks the most probable drafts at any temperature.
     settings = {
         "model-draft": file,
-        "spec-type": "draft-simple",
+        "spec-type": _LLAMA_TYPES[drafter],
         "spec-draft-n-max": depth,
         "spec-draft-n-min": 0,
         "spec-draft-p-min": 0.0,
-        "spec-draft-sampling": "probabilistic",
+        **({"spec-draft-sampling": "probabilistic"} if drafter == "draft_model" else {}),  # heads never read it
     }
     if rates:
         settings["spec-synth-rates"] = ",".join(map(str, rates))

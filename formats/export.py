@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..common import IncompatibleError
+from ..common import BadInputError, IncompatibleError
 from ..common.atomic import replacing_folder
+from ..common.errors import did_you_mean
 from ..common.places import require_new
 from ..heads import Drafter
 from ..targets import Target
-from .base_layout import write_record
-from .engine_logits import passage_of, require_same, session_logits
+from .base_layout import ExportLayout, write_record
+from .engine_logits import difference, passage_of, require_same, session_logits
 from .engines import require_served
 from .lint import faults_of_writing
 
@@ -26,34 +28,39 @@ class Exported:
     Attributes:
         layout: the name of its layout.
         difference: the largest difference between its logits, as the engine reads the files, and the drafter's own, in
-            units of their spread.
+            units of their spread; of a drafter that was rounded first, its own are those after that.
+        rounding: the same between the drafter before it was rounded and after; 0 for one that was not.
     """
 
     folder: Path
     layout: str
     difference: float
+    rounding: float = 0.0
 
 
-def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path, depth: int) -> Exported:
+def export_drafter(
+    drafter: Drafter, target: Target, to: str, folder: str | Path, depth: int, precision: str = ""
+) -> Exported:
     """Write `drafter` for `to` into `folder`, which must be new or empty.
 
     Args:
         to: an engine or a format, see `engines.LAYOUTS`.
         depth: draft tokens of a round, for an engine that is told nothing else.
+        precision: of its matrices, one that the layout has; "" for their own.
 
     Raises:
-        BadInputError: an unknown format, or a folder that is not empty.
+        BadInputError: an unknown format or precision, or a folder that is not empty.
         IncompatibleError: the drafter uses what the engine lacks (with the nearest setting that it serves), or the
             files, read back, give other logits than the drafter.
     """
     final = Path(folder).expanduser()
     require_new(final)
     with replacing_folder(final) as partial:
-        written = write_drafter(drafter, target, to, partial, depth)
+        written = write_drafter(drafter, target, to, partial, depth, precision)
     return replace(written, folder=final)
 
 
-def write_drafter(drafter: Drafter, target: Target, to: str, folder: Path, depth: int) -> Exported:
+def write_drafter(drafter: Drafter, target: Target, to: str, folder: Path, depth: int, precision: str = "") -> Exported:
     """Return the export of `drafter` for `to`, written into an empty folder that is not visible yet.
 
     Raises as `export_drafter` does.
@@ -77,11 +84,28 @@ def write_drafter(drafter: Drafter, target: Target, to: str, folder: Path, depth
     if getattr(drafter.config, "temperatures", ()):
         _log.warning("%s has no place for the temperatures of confidences: an engine's are not calibrated.", to)
     passage = passage_of(target, drafter.max_depth)
-    layout.save(drafter, target, folder, depth)
+    given = drafter
+    if precision:
+        drafter = _rounded(given, layout, precision)
+    layout.save_as(drafter, target, folder, depth, precision)
     written = layout.load(folder)
     write_record(folder, written, layout.name)
     for found in faults_of_writing(written, layout):
         raise IncompatibleError(f"{drafter.name} for {to}: {found} Nothing was written; please report it.")
     theirs = layout.logits(written, target, passage)
-    apart = require_same(session_logits(drafter, target, passage), theirs, f"{drafter.name} for {to}")
-    return Exported(folder, layout.name, apart)
+    own = session_logits(drafter, target, passage)
+    apart = require_same(own, theirs, f"{drafter.name} for {to}")
+    moved = difference(session_logits(given, target, passage), own) if precision else 0.0
+    return Exported(folder, layout.name, apart, moved)
+
+
+def _rounded(drafter: Drafter, layout: ExportLayout, precision: str) -> Drafter:
+    """Return a copy of a drafter with the weights that files of this precision hold."""
+    if precision not in layout.precisions:
+        known = ", ".join(layout.precisions) or "none but a drafter's own"
+        meant = did_you_mean(precision, layout.precisions)
+        raise BadInputError(f"{layout.name} has no precision {precision!r}; {meant}it has: {known}.")
+    drafter = copy.deepcopy(drafter)
+    for weight in drafter.parameters():
+        weight.data = layout.rounded(weight.data, precision)
+    return drafter

@@ -16,9 +16,11 @@ from ..common import BadInputError, IncompatibleError, OutriderError
 from ..heads import Drafter
 from ..heads.saved import read_config
 from ..targets import Target
+from ..targets.gguf_models import GgufHeader
 from ..targets.peft_adapters import ADAPTER_CONFIG
 from ..targets.weights import stored_tensors
 from .base_layout import ExportLayout, Fields, other_types
+from .draft_models import gguf_file
 from .early_exit import early_exit_of
 from .engines import KNOWN, LAYOUTS
 
@@ -49,7 +51,8 @@ def recognised(folder: str | Path) -> ExportLayout:
     path = Path(folder).expanduser()
     with nonsense_explained(path):
         if any(path.glob("*.gguf")):
-            return LAYOUTS["gguf"]["draft_model"]
+            kind = GgufHeader.of(gguf_file(path)).architecture
+            return LAYOUTS["gguf"].get(kind, LAYOUTS["gguf"]["draft_model"])
         if early_exit_of(path) is not None:
             return LAYOUTS["hf"]["self_speculative"]
         if (path / ADAPTER_CONFIG).is_file() and (adapters := LAYOUTS.get("peft")):

@@ -47,7 +47,7 @@ class Speculators(ExportLayout[Eagle3, Eagle3Config]):
 
     name = "speculators"
     drafter = "eagle3"
-    optional = BESIDE
+    optional: ClassVar[tuple[str, ...]] = BESIDE
     head: ClassVar[type[Eagle3]] = Eagle3
     architecture: ClassVar[str] = "Eagle3DraftModel"
 

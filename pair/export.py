@@ -63,6 +63,7 @@ def export_pair(
     depth: int | None = None,
     target: Target | None = None,
     lora: bool = False,
+    precision: str = "",
 ) -> PairExport:
     """Write a pair's drafter for an engine, with all that it needs for serving.
 
@@ -72,6 +73,7 @@ def export_pair(
         depth: draft tokens of a round; None for the tuned plan's, else the pair's.
         target: the pair's target; None loads it.
         lora: serve the target's adapter as a LoRA module beside its base, in place of a target with it merged.
+        precision: of the drafter's matrices, as `outrider.formats.export_drafter` has it.
 
     Raises:
         BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does; another process writes there.
@@ -82,10 +84,12 @@ def export_pair(
     require_outside(folder, "the export")
     with locked(folder):  # from here on: a refused run, too, clears what a dead one left
         require_new(folder, "the export")
-        return _exported(pair, to, folder, depth, target, lora)
+        return _exported(pair, to, folder, depth, target, lora, precision)
 
 
-def _exported(pair: Pair, to: str, folder: Path, depth: int | None, target: Target | None, lora: bool) -> PairExport:
+def _exported(
+    pair: Pair, to: str, folder: Path, depth: int | None, target: Target | None, lora: bool, precision: str
+) -> PairExport:
     adapter = _lora_of(pair, to, folder) if lora else None
     target, drafter, _ = pair.open(target or pair.load_target(layers=False))
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
@@ -99,7 +103,7 @@ def _exported(pair: Pair, to: str, folder: Path, depth: int | None, target: Targ
     if adapter is not None:
         started = replace(started, command=f"{started.command} {shlex.join(lora_words(adapter))}", adapter=adapter)
     with replacing_folder(folder) as building:
-        exported = write_drafter(drafter, target, to, building, depth)
+        exported = write_drafter(drafter, target, to, building, depth, precision)
         if lora:
             shutil.copytree(str(pair.adapter), building / ADAPTER)
         elif target.source.get("adapter") is not None:
@@ -201,6 +205,7 @@ def _write_beside(pair: Pair, made: PairExport, folder: Path) -> None:
         "layout": made.exported.layout,
         "depth": made.depth,
         "logits_differ_by": made.exported.difference,
+        "rounding": made.exported.rounding,
         "suites": pair.manifest.measurements.suites,
         "expected": expected,
     }

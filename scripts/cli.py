@@ -61,6 +61,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "export": export_cli.export,
     "import": export_cli.import_,
     "lint": export_cli.lint,
+    "formats": export_cli.formats,
     "served": serving_cli.served,
     "distill": training_cli.distill,
     "train": training_cli.train,

@@ -50,17 +50,22 @@ def export(
     lora: Annotated[
         bool, typer.Option("--lora", help="Serve the target's adapter as a LoRA module of its base, not merged.")
     ] = False,
+    precision: Annotated[
+        str, typer.Option(help="For llama.cpp, of the drafter's matrices: f32, f16, bf16, q8_0 (default: their own).")
+    ] = "",
 ) -> None:
     """Write a pair's drafter as another engine reads it; read it back, compare its logits, and say how to start it."""
     loaded = pair_of(pair)
     from ..pair import export_pair
 
     loaded_target = None if target is None else loaded.load_target(target, adapter=loaded.adapter)
-    made = export_pair(loaded, to, out, depth, loaded_target, lora)
+    made = export_pair(loaded, to, out, depth, loaded_target, lora, precision)
     line = (
         f"[green]✓[/green] {escape(str(made.folder))}: layout {made.exported.layout}, read back with the drafter's own "
         f"logits (largest difference {made.exported.difference:.1e} of their spread)"
     )
+    if made.exported.rounding:
+        line += f"; rounded to {precision}, which moved them by {made.exported.rounding:.1e} of it at most"
     command, oldest, adapter = made.launch.command, made.launch.oldest, made.launch.adapter
     more = [] if command is None else [command]
     more += [] if oldest is None else [f"it needs {made.launch.engine} {oldest}"]
@@ -124,3 +129,16 @@ def lint(
         kind = f"read as a drafter of type {layout.drafter} in the layout {layout.name}{whole}"
         lines = [f"[green]✓[/green] {escape(str(folder))}: nothing found; {kind}"]
     finish(as_json, "lint", body, code, lambda: print_lines(lines))
+
+
+def formats(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+    """Which drafter goes to which engine: served by a real one here, read back by its source, or not, and why."""
+    from ..formats.support import ENGINES, support
+
+    rows = support()
+    colours = {"served": "green", "read back": "yellow", "no": "dim"}
+    lines = []
+    for one in rows:
+        colour = colours[one.level]
+        lines.append(f"{one.drafter:16} {ENGINES[one.engine]:12} [{colour}]{one.level:9}[/{colour}] {escape(one.said)}")
+    finish(as_json, "formats", {"support": rows}, 0, lambda: print_lines(lines))

@@ -38,9 +38,11 @@ outrider gate runs/v2/pair --against runs/pair-v1
 outrider gate runs/v2/pair --against runs/pair-v1 --tolerance 0.05 --junit gate.xml --markdown gate.md
 outrider export runs/pair-v1 --to vllm --out runs/vllm
 outrider export runs/pair-v1 --to sglang --out runs/sglang --depth 3
+outrider export runs/pair-v1 --to llama.cpp --precision q8_0
 outrider import path/to/head --target path/to/target --out runs/head-v1 --pair
 outrider lint path/to/head --target path/to/target
 outrider lint runs/vllm --json
+outrider formats --json
 outrider served runs/pair-v1 --start vllm --python path/to/venv
 outrider served runs/pair-v1 --url http://127.0.0.1:8000 --temperature 0 --json
 outrider doctor --json

@@ -101,6 +101,7 @@ def _with_torch() -> Fields:
     from ..costs.training import Needs
     from ..distill.recipe_prompts import RowCounts
     from ..formats.lint import LintFinding
+    from ..formats.support import Support
     from ..pair.probing import ProbeResult
     from ..serving.diagnosis import ServedResult
 
@@ -112,6 +113,7 @@ def _with_torch() -> Fields:
             "answers": dict[str, int] | None,
         },
         "plan": fields_of(Needs) | {"peak_memory": int},
+        "formats": {"support": list[Support]},
         "lint": {"folder": str, "findings": list[LintFinding]},
         "probe": {"pair": str, "target": str, **fields_of(ProbeResult)},
         "served": ServedResult,

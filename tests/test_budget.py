@@ -22,19 +22,19 @@ ROOMS = {
     "common": 3230,
     "targets": 7140,
     "heads": 7490,
-    "formats": 3810,
+    "formats": 4360,
     "decode": 3960,
     "recipes": 790,
     "distill": 5220,
     "costs": 1190,
     "eval": 4610,
     "train": 4450,
-    "pair": 3290,
+    "pair": 3295,
     "serving": 2370,
-    "scripts": 3720,
+    "scripts": 3760,
     LAB: 9000,
 }
-OTHERS = {"tests": 52_440, "benchmarks": 4000}
+OTHERS = {"tests": 52_710, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -86,7 +86,14 @@ def test_an_engine_that_is_unknown_is_refused_before_the_target_is_loaded(
 ) -> None:
     monkeypatch.setattr("outrider.targets.Target.load", lambda *_, **__: pytest.fail("the target was loaded"))
     failed(outrider("export", pair, "--to", "lama.cpp"), "did you mean 'llama.cpp'?")
-    assert outrider("export", pair, "--to", "llama.cpp").exit_code == 3
+    assert outrider("export", pair, "--to", "medusa").exit_code == 3
+
+
+def test_the_matrix_is_answered_as_a_table_and_as_json(outrider: Command) -> None:
+    found = answer("formats", outrider("formats", "--json"))["support"]
+    levels = {(one["drafter"], one["engine"]): one["level"] for one in found}
+    assert (levels["eagle3", "vllm"], levels["eagle1", "gguf"]) == ("served", "no")
+    assert "eagle3 vLLM served vLLM 0.32, CPU" in words(outrider("formats"))
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])

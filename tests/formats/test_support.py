@@ -12,7 +12,7 @@ from outrider.formats import LAYOUTS
 from outrider.formats.support import ENGINES, REASONS, SERVED, support, table
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "guides" / "formats.md"
+PAGE = ROOT / "docs" / "reference" / "support.md"
 BEGIN, END = "<!-- the matrix, written by tests/formats/test_support.py -->\n", "<!-- end of the matrix -->"
 
 

@@ -9,7 +9,7 @@ from outrider.formats import LAYOUTS
 from outrider.heads import drafter_config
 from outrider.targets import Target
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "formats.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
 BEGIN, END = "<!-- written by tests/formats/test_table.py -->\n", "<!-- end -->"
 # Settings that some engine cannot serve, by drafter: the table says which, and what it serves instead.
 UNUSUAL = {

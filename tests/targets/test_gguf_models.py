@@ -87,13 +87,13 @@ def test_a_folder_with_one_of_them_is_the_same_target_through_every_door(
 def test_every_token_that_ends_an_answer_does(
     write: Write, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = draft_models._write_tokenizer
+    plain = draft_models.write_tokenizer
 
     def with_turns(writer: gguf.GGUFWriter, *arguments: Any) -> None:
         plain(writer, *arguments)
         writer.add_eot_token_id(7)
 
-    monkeypatch.setattr(draft_models, "_write_tokenizer", with_turns)
+    monkeypatch.setattr(draft_models, "write_tokenizer", with_turns)
     assert Target.load(write(), device="cpu").eos_ids == (tiny_tokenizer.eos_token_id, 7)
 
 
@@ -181,7 +181,7 @@ def test_more_layers_than_the_file_holds_take_no_memory(write: Write) -> None:
 
 
 def test_a_file_without_a_tokenizer_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_models, "_write_tokenizer", lambda *_: None)
+    monkeypatch.setattr(draft_models, "write_tokenizer", lambda *_: None)
     with pytest.raises(BadInputError, match="holds no tokenizer"):
         Target.load(write())
 

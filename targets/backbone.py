@@ -195,13 +195,9 @@ class Backbone:
         """
         if images is not None:
             return self._run_with_images(inputs, cache, taps, images)
-        if self.fast is not None and cache is not None and self.fast.serves(inputs, cache):
-            return self.fast.run(inputs, cache, taps, offset, nodes)
-        packed = None if cache is None or self.packed is None or not self.packed.serves() else self.packed
-        if packed is not None and cache is not None:
-            found = packed.run(inputs, cache, taps, offset, nodes)
-            if found is not None:
-                return found
+        for runner in (self.fast, self.packed):
+            if runner is not None and cache is not None and runner.serves(inputs, cache):
+                return runner.run(inputs, cache, taps, offset, nodes)
         asked = None
         if isinstance(cache, RecurrentCache):
             cache.write(inputs, offset)
@@ -211,7 +207,9 @@ class Backbone:
             inputs, asked = cache.unread(), cache.asked(inputs.shape[1])
         places = self._places(inputs.shape[1], cache, offset, nodes)
         self._taps.watch(taps)
-        body = self.body if packed is None else packed.body
+        body = self.body
+        if cache is not None and self.packed is not None and self.packed.is_current():
+            body = self.packed.body
         last = body(**_read(inputs), **places).last_hidden_state
         hidden = self._taps.collect(taps, last)
         if asked is None:

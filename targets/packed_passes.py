@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from .cache import RaggedCache
 from .cache_slots import Nodes
 from .fused_layers import LlamaRunner, runs
+from .layers import is_as_made
 from .packed_weights import PackedModel
 from .product_choice import MOST_ROWS
 
@@ -27,17 +28,28 @@ class PackedPasses(PackedModel):
         self._runs = runs(model)
         self._runner: LlamaRunner | None = None
 
-    def run(
-        self, tokens: Tensor, cache: RaggedCache, taps: Sequence[int], offset: int, nodes: Nodes | None
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Return what `Backbone.run` does, with a cache; None for passes that are left to the modules."""
+    def serves(self, inputs: Tensor, cache: RaggedCache) -> bool:
+        """Return whether it can run a pass over `inputs` as the modules would now."""
         prompt = not cache.longest and cache.window is None
-        shown = tokens.ndim == 2 and tokens.numel() <= MOST_ROWS and not prompt and cache.shift is None
-        if not self._runs or not shown or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return None
+        few = inputs.ndim == 2 and inputs.numel() <= MOST_ROWS
+        return (
+            self._runs
+            and few
+            and not prompt
+            and cache.shift is None
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+            and self.is_current()
+            and is_as_made(self.body)
+        )
+
+    def run(
+        self, inputs: Tensor, cache: RaggedCache, taps: Sequence[int], offset: int, nodes: Nodes | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one pass over tokens `[B, Q]` as `Backbone.run` does, with a cache."""
         seen: dict[int, Tensor] | None = {} if taps else None
-        positions = cache.place(tokens.shape[1], offset, nodes)
-        last = self._layers(cache.max_length).run(tokens, cache, positions, nodes is not None, seen)
+        positions = cache.place(inputs.shape[1], offset, nodes)
+        last = self._layers(cache.max_length).run(inputs, cache, positions, nodes is not None, seen)
         return last, torch.stack([seen[tap] for tap in taps], 2) if seen else None
 
     def shallow(self, layers: int, count: int) -> Self:

@@ -227,7 +227,7 @@ class PackedCopies:
         self._parts: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
 
     def are_current(self) -> bool:
-        """Return whether the originals still have the layers that were packed, and nothing hooks these."""
+        """Return whether the originals still have the modules that they had, and nothing hooks these."""
         return all(held.get(name) is part and is_as_made(part) for held, name, part in self._parts)
 
     def of(self, module: M) -> M:
@@ -242,15 +242,14 @@ class PackedCopies:
         parts = {name: part if part is None else self.of(part) for name, part in module._modules.items()}
         if type(module).__module__ in LLAMA_HOMES:
             _multiply_together(parts)
-        replaced = [(name, part) for name, part in module._modules.items() if parts[name] is not part]
-        if not replaced:
+        if all(parts[name] is part for name, part in module._modules.items()):
             return module
         if "forward" in vars(module):
             raise IncompatibleError(
                 f"the forward of {type(module).__name__} was replaced (by accelerate's hooks, for example): its linear "
                 "layers cannot be packed."
             )
-        self._parts += [(module._modules, name, cast(nn.Module, part)) for name, part in replaced]
+        self._parts += [(module._modules, name, part) for name, part in module._modules.items() if part is not None]
         copied = copy.copy(module)
         copied._modules = parts
         attention: Any = copied
@@ -289,7 +288,8 @@ class PackedModel:
             raise IncompatibleError(f"{type(model).__name__} cannot be packed: {why}.")
         copies = PackedCopies()
         self.model = model
-        self.body, self.serves = copies.of(body_of(model)), copies.are_current
+        self.body = copies.of(body_of(model))
+        self.is_current = copies.are_current
         self._head = model.get_output_embeddings()
         self._packed_head = None if self._head is None else copies.of(self._head)
         self._rows: tuple[Tensor, Any, nn.Linear] | None = None

@@ -136,14 +136,41 @@ def test_layers_in_few_operations_give_the_modules_hidden_states(target, tree):
             target.pack()
         cache = target.new_cache(1, 12)
         with torch.inference_mode():
-            assert not packs or target.packed.run(tokens, cache, taps, 0, None) is None
+            assert not packs or not target.packed.serves(tokens, cache)
             target.run(torch.tensor([PROMPTS[0]]), cache)
             cache.advance(RowLengths.of([len(PROMPTS[0])], tokens.device))
             nodes = Nodes.of_tree(parents, 3) if tree else None
+            assert not packs or target.packed.serves(tokens, cache)
             run = target.packed.run if packs else target.run
             found.append(run(tokens, cache, taps, 0, nodes))
     for modules, fused in zip(*found, strict=True):
         assert_same(fused, modules, 4 * target.hidden_size)
+
+
+@pytest.mark.parametrize("where", ["model", "model.layers.1", "model.layers.1.input_layernorm", "model.norm"])
+def test_a_hook_on_a_module_is_called_where_weights_are_packed(target, where):
+    """Layers in few operations would pass it by: the modules run."""
+
+    def doubled(module, given, out):
+        if not torch.is_tensor(out):
+            out.last_hidden_state = 2 * out.last_hidden_state
+            return out
+        return 2 * out
+
+    cache = target.new_cache(1, 12)
+    prompt, token = torch.tensor([PROMPTS[0]]), torch.tensor([[7]])
+    with torch.inference_mode():
+        target.run(prompt, cache)
+        cache.advance(RowLengths.of([len(PROMPTS[0])], prompt.device))
+        target.pack()
+        usual = target.run(token, cache)[0]
+        handle = target.model.get_submodule(where).register_forward_hook(doubled)
+        hooked = target.run(token, cache)[0]
+        target.run_eagerly()
+        expected = target.run(token, cache)[0]
+        handle.remove()
+    assert_same(hooked, expected, 4 * target.hidden_size)
+    assert not torch.allclose(hooked, usual)
 
 
 def test_packed_attention_folds_heads_and_the_models_own_does_not(target, monkeypatch):
@@ -197,10 +224,13 @@ def test_a_target_that_changes_is_read_as_it_is(target):
     target.pack()
     layer = target.model.model.layers[0]
     layer.mlp.down_proj = nn.Linear(layer.mlp.down_proj.in_features, target.hidden_size, bias=False)
-    assert not target.packed.serves(), "another layer stands where one was packed"
+    assert not target.packed.is_current(), "another layer stands where one was packed"
     exchanged = Decoder(target).generate(PROMPTS, 20, plan=plan).tokens
     target.run_eagerly()
     assert exchanged == Decoder(target).generate(PROMPTS, 20, plan=plan).tokens
+    target.pack()
+    layer.input_layernorm = nn.Identity()
+    assert not target.packed.is_current(), "so does another norm"
 
 
 def test_packed_passes_are_right_and_timed_beside_eager_ones(target, monkeypatch):

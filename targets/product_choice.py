@@ -120,8 +120,9 @@ def _remembered_or_tried(weight: Tensor, rows: int) -> Way:
 def _tried(weight: Tensor, rows: int) -> Way:
     """Return the fastest way by trial: one that is right, and needs no copy where another is hardly faster."""
     count = min(_MOST_COPIES, max(1, _READ // weight.nbytes))
-    weights = [weight, *(torch.randn_like(weight) for _ in range(count - 1))]
-    x = torch.randn(rows, weight.shape[1], dtype=weight.dtype)
+    generator = torch.Generator().manual_seed(0)  # a training draws from the common one
+    weights = [weight, *(torch.empty_like(weight).normal_(generator=generator) for _ in range(count - 1))]
+    x = weight.new_empty(rows, weight.shape[1]).normal_(generator=generator)
     expected = PLAIN.product(x, weight, None)
     tried: dict[str, list[Tensor]] = {}
     for way in WAYS.values():

@@ -173,6 +173,15 @@ def test_a_hook_on_a_module_is_called_where_weights_are_packed(target, where):
     assert not torch.allclose(hooked, usual)
 
 
+def test_a_trial_of_products_draws_nothing_from_the_common_generator(target):
+    """A training whose decoder tries products goes on as one that remembers them."""
+    target.pack()
+    before = torch.get_rng_state()
+    Decoder(target).generate(PROMPTS[:1], 3, plan=Plan(0))
+    assert product_choice.choices()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_packed_attention_folds_heads_and_the_models_own_does_not(target, monkeypatch):
     """A prompt is left to the library; so is a target that attends in another way."""
     folded = []

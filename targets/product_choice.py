@@ -15,16 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from ..common.atomic import write_atomically
-from ..common.digest_cache import cache_file
+from ..common.cache_files import CacheFile
 from ..common.machine import cpu_name
-from ..common.safe_load import read_text
 
 MOST_ROWS = 64  # products of more rows are bound by arithmetic, which the library does well
 _PACKED_FOR = 8  # rows: oneDNN chooses one layout for all products of several rows
@@ -74,9 +71,8 @@ FOUR_ROWS = Way("packed, four rows", _packed, _by_four_rows, PACKED.name)
 TRANSPOSED = Way("transposed", _transposed, _by_transpose)
 WAYS = {way.name: way for way in (PLAIN, PACKED, FOUR_ROWS, TRANSPOSED)}
 
-_SAVED = TypeAdapter(dict[str, str])
 _found: dict[tuple[int, int, torch.dtype, int, int], Way] = {}
-_remembered: dict[Path, dict[str, str]] = {}  # names of ways by what they depend on, by file
+_CHOICES = CacheFile("products.json", TypeAdapter(dict[str, str]))  # names of ways by what they depend on
 
 
 def fastest(outputs: int, inputs: int, dtype: torch.dtype, rows: int, weight: Callable[[], Tensor]) -> Way:
@@ -93,13 +89,8 @@ def fastest(outputs: int, inputs: int, dtype: torch.dtype, rows: int, weight: Ca
 
 
 def choices() -> dict[str, str]:
-    """Return the names of the ways that were chosen in this process and before, by what they depend on."""
-    file = cache_file().with_name("products.json")
-    if file not in _remembered:
-        _remembered[file] = {}
-        with suppress(OSError, ValueError, RuntimeError):  # there is none, or it is damaged or foreign
-            _remembered[file] = _SAVED.validate_json(read_text(file))
-    return _remembered[file]
+    """Return the names of the ways that were chosen on this machine, by what they depend on."""
+    return _CHOICES.read() or {}
 
 
 def _remembered_or_tried(weight: Tensor, rows: int) -> Way:
@@ -107,14 +98,12 @@ def _remembered_or_tried(weight: Tensor, rows: int) -> Way:
     dtype = str(weight.dtype).removeprefix("torch.")
     machine = f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     key = f"{machine}: {outputs} x {inputs} in {dtype}, {rows} rows"
-    known = choices()
-    if known.get(key) not in WAYS:
-        known[key] = _tried(weight, rows).name
-        file = cache_file().with_name("products.json")
-        with suppress(OSError, RuntimeError):  # it only costs time
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, _SAVED.dump_json(known, indent=1).decode() + "\n")
-    return WAYS[known[key]]
+    known = choices().get(key)
+    if known in WAYS:
+        return WAYS[known]
+    way = _tried(weight, rows)
+    _CHOICES.write(choices() | {key: way.name})
+    return way
 
 
 def _tried(weight: Tensor, rows: int) -> Way:

@@ -12,20 +12,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
 
-from ...common.atomic import write_atomically
-from ...common.digest_cache import cache_file
+from ...common.cache_files import CacheFile
 from ...common.errors import IncompatibleError, reason
 from ...common.machine import clock, device_name, free_bytes
 from ...common.runtime import installed_version
-from ...common.safe_load import read_text
 from .. import packed_weights
 from ..backbone import Backbone
 from ..layers import is_of_llama_kind, usual_layer
@@ -86,9 +83,13 @@ def why_not_packed(target: Target) -> str | None:
     """Return why packed weights do not serve a target; None if they do."""
     if (why := packed_weights.why_not(target.model)) is not None:
         return why
-    needed = _COPIES * sum(weight.nbytes for weight in packed_weights.packable_weights(target.model))
+    needed = _COPIES * _packable_bytes(target)
     free = free_bytes(target.device)
     return None if free is None or 2 * needed < free else f"packed weights need {needed:,} bytes, {free:,} are free"
+
+
+def _packable_bytes(target: Target) -> int:
+    return sum(weight.nbytes for weight in packed_weights.packable_weights(target.model))
 
 
 @contextmanager
@@ -159,7 +160,7 @@ class PassSelection:
             yield name, ", ".join(times) or trial.problem
 
 
-_SAVED = TypeAdapter(list[PassSelection])
+SELECTIONS = CacheFile("passes.json", TypeAdapter(list[PassSelection]))  # from one process to the next
 
 
 def use_fastest_pass(target: Target) -> None:
@@ -171,10 +172,8 @@ def use_fastest_pass(target: Target) -> None:
         return
     if target.device.type == "cuda" and target.dtype == torch.bfloat16:
         choose(target)
-    elif target.device.type == "cpu" and why_not_packed(target) is None:
-        weights = packed_weights.packable_weights(target.model)
-        if sum(weight.nbytes for weight in weights) >= _WORTH_PACKING:
-            choose(target, (EAGER, PACKED))
+    elif target.device.type == "cpu" and _packable_bytes(target) >= _WORTH_PACKING and why_not_packed(target) is None:
+        choose(target, (EAGER, PACKED))
 
 
 def _is_left_open(target: Target) -> bool:
@@ -262,26 +261,15 @@ def _take(name: str, target: Target, candidates: Sequence[PassCandidate]) -> boo
 _selections: dict[tuple[str, ...], PassSelection] = {}  # of this process
 
 
-def selections_file() -> Path:
-    """Return the file that keeps selections from one process to the next; deleting it costs a minute."""
-    return cache_file().with_name("passes.json")
-
-
 def remembered() -> dict[tuple[str, ...], PassSelection]:
     """Return the selections of this process and of earlier ones, by their keys."""
-    kept: list[PassSelection] = []
-    with suppress(OSError, ValueError, RuntimeError):  # there is none, or it is damaged or foreign
-        kept = _SAVED.validate_json(read_text(selections_file()))
-    return {selection.key: selection for selection in kept} | _selections
+    return {selection.key: selection for selection in SELECTIONS.read() or []} | _selections
 
 
 def remember(selection: PassSelection) -> None:
     """Keep a selection for this process and later ones."""
     _selections[selection.key] = selection
-    with suppress(OSError, RuntimeError):  # it only costs time
-        selections_file().parent.mkdir(parents=True, exist_ok=True)
-        kept = _SAVED.dump_json(list(remembered().values()), indent=2)
-        write_atomically(selections_file(), kept.decode() + "\n")
+    SELECTIONS.write(list(remembered().values()))
 
 
 def _key(target: Target, candidates: Sequence[PassCandidate]) -> tuple[str, str, str, str, str]:

@@ -117,7 +117,6 @@ def test_the_fastest_right_way_is_taken_and_remembered(monkeypatch):
     for _ in range(2):
         assert product_choice.fastest(40, 48, torch.float32, 5, lambda: weight) is product_choice.TRANSPOSED
         product_choice._found.clear()
-        product_choice._remembered.clear()
     assert tried.count("transposed") == product_choice._REPEATS
     assert list(product_choice.choices().values()) == ["transposed"]
     wrong = replace(product_choice.TRANSPOSED, product=lambda x, copy, bias: 1.01 * (x @ copy))

@@ -127,7 +127,7 @@ def test_a_shape_is_measured_once_and_proven_for_each_target(tiny_llama, target,
 def test_a_later_process_reads_it_from_a_file_that_may_be_deleted_or_damaged(target, clock, built, monkeypatch):
     candidates = (built("slow", 0.3), built("quick", 0.1))
     choose(target, candidates, clock)
-    saved = json.loads(select.selections_file().read_text())
+    saved = json.loads(select.SELECTIONS.path.read_text())
     assert [entry["taken"] for entry in saved] == ["quick"]
 
     def again() -> list[str]:
@@ -139,9 +139,9 @@ def test_a_later_process_reads_it_from_a_file_that_may_be_deleted_or_damaged(tar
 
     assert again() == ["quick"]
     for content in ("[{]", '[{"device": 3}]', "7"):
-        select.selections_file().write_text(content)
+        select.SELECTIONS.path.write_text(content)
         assert again() == ["slow", "quick", "quick"], "measured anew"
-    select.selections_file().unlink()
+    select.SELECTIONS.path.unlink()
     assert again() == ["slow", "quick", "quick"]
 
 

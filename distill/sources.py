@@ -26,12 +26,13 @@ from ..common.safe_load import (
     read_lines,
     require_regular,
 )
-from ..recipes import SourceSpec, embedded_file
+from ..recipes import SourceSpec, packaged_file
 from .dataset_formats import Row, RowError, understand
 from .prompt_table import LinesOnDisk
 from .tables import hub_rows, num_parquet_rows, table_rows
 
-EMBEDDED, SMOLLM2 = "embedded:", "smollm2:"  # the beginnings of names of packaged prompts
+EMBEDDED = "embedded:"
+PACKAGED = {EMBEDDED: ("embedded", "prompts/"), "smollm2:": ("smollm2", "")}  # whose prompts, and where these are
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 
 T = TypeVar("T")
@@ -182,17 +183,16 @@ def title(source: str) -> str:
 
 def is_hub(source: str) -> bool:
     """Return whether a source is neither packaged nor a path: what is left is a name on the Hub."""
-    if source.startswith((EMBEDDED, SMOLLM2, ".", "/", "~")) or Path(source).exists():
+    if source.startswith((*PACKAGED, ".", "/", "~")) or Path(source).exists():
         return False
     return Path(source).suffix not in SUFFIXES
 
 
 def locate(source: str) -> Path:
     """Return the file or folder that an `embedded:` name or a path means. BadInputError: there is none of a kind."""
-    if source.startswith(EMBEDDED):
-        return embedded_file(f"prompts/{source.removeprefix(EMBEDDED)}.jsonl")
-    if source.startswith(SMOLLM2):
-        return embedded_file(f"{source.removeprefix(SMOLLM2)}.jsonl", "smollm2")
+    for prefix, (model, folder) in PACKAGED.items():
+        if source.startswith(prefix):
+            return packaged_file(model, f"{folder}{source.removeprefix(prefix)}.jsonl")
     file = Path(source).expanduser()
     if not file.exists():
         raise BadInputError(

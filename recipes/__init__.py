@@ -13,7 +13,7 @@ from ..common.safe_load import YAML, parse_yaml, read_text
 from ..common.values import printable_urls
 from .schema import DataSpec, EngineSpec, EvalSpec, Recipe, SamplingSpec, ServerSpec, SourceSpec, TargetSpec
 
-__all__ = ["Recipe", "embedded_file", "load_recipe", "packaged_recipes"]
+__all__ = ["Recipe", "embedded_file", "load_recipe", "packaged_file", "packaged_recipes"]
 __all__ += ["DataSpec", "EngineSpec", "EvalSpec", "SamplingSpec", "ServerSpec", "SourceSpec", "TargetSpec"]
 
 _HERE = Path(__file__).parent
@@ -47,11 +47,13 @@ def packaged_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(_HERE.glob("*.yaml"))}
 
 
-def embedded_file(name: str, model: str = "embedded") -> Path:
-    """Return a file that ships beside the embedded target, e.g. `embedded_file("suites/code.jsonl")`.
+def embedded_file(name: str) -> Path:
+    """Return a file that ships beside the embedded target, e.g. `embedded_file("suites/code.jsonl")`."""
+    return packaged_file("embedded", name)
 
-    `model`: of another model's files, "smollm2".
-    """
+
+def packaged_file(model: str, name: str) -> Path:
+    """Return a file that ships for a model, "embedded" or "smollm2", by its name in that model's folder."""
     folder = _HERE / model
     file = folder / name
     if not file.is_file():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from outrider.recipes import embedded_file
+from outrider.recipes import packaged_file
 
 
 def test_each_row_is_one_question_and_its_answer() -> None:
-    lines = embedded_file("answers.jsonl", "smollm2").read_text(encoding="utf-8").splitlines()
+    lines = packaged_file("smollm2", "answers.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line)["messages"] for line in lines]
     assert len({question["content"] for question, _ in rows}) == len(rows) >= 2004
     assert {answer["finish_reason"] for _, answer in rows} == {"stop", "length"}

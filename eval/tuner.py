@@ -99,13 +99,14 @@ def tune(
         console.print(Text(f"no trees: {reason}", style="dim"))
     fusions = _fusions(target, drafter, statistical)
     with threads(settings.threads):
-        answer = _answer_seconds(target, jobs, settings)
-        work = _Work(answer, settings.max_new_tokens, tuple(sorted(set(batch_sizes))), len(fusions))
-        if seconds is not None:
-            settings = work.fitted(suites, settings, seconds)
-            jobs = make_jobs(suites, settings.limit)
-        if console is not None:
-            announce(console, work.announcement(jobs, settings))
+        if seconds is not None or console is not None:
+            answer = _answer_seconds(target, jobs, settings)
+            work = _Work(answer, settings.max_new_tokens, tuple(sorted(set(batch_sizes))), len(fusions))
+            if seconds is not None:
+                settings = work.fitted(suites, settings, seconds)
+                jobs = make_jobs(suites, settings.limit)
+            if console is not None:
+                announce(console, work.announcement(jobs, settings))
         tuner = _Tuner(target, drafter, jobs, settings, console, reason is None, fusions)
         batches = []
         for size in sorted(set(batch_sizes)):

@@ -87,13 +87,13 @@ def main() -> int:
     )
     known = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     result: dict[str, Any] = {"conditions": told, "results": known.get("results", {})}
+    ordered = [prompts[place] for place in order]
     drafters = Grown(target, target).drafters(arguments.drafter)
     for (name, drafter), temperature in product(drafters.items(), arguments.temperatures):
         for plan in plans(drafter, arguments.depth, arguments.nodes):
             key = f"{name}, {plan}, T = {temperature:g}"
             if key in result["results"]:
                 continue
-            ordered = [prompts[place] for place in order]
             decoder, sampling = Decoder(target, drafter), Sampling(temperature, seed=0)
             found = rounds_of(decoder, ordered, arguments.max_new_tokens, sampling, plan, arguments.batch)
             by_task: dict[str, Rounds] = {"all": []}

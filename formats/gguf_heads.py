@@ -87,7 +87,7 @@ _GUESSED = {"vocab_size", "attention.head_count_kv", "attention.key_length"}
 _FLAGS = ("norm_before_residual", "norm_before_fc")
 _ROPES = ("default", "linear", "llama3")
 # Types of targets whose hidden states 11434 hands to a drafter; of others it stops: "layer input tensor is null".
-_TAPPED: tuple[str, ...] = (
+_TAPPED = (
     "llama",
     "mistral",
     "mixtral",
@@ -97,18 +97,25 @@ _TAPPED: tuple[str, ...] = (
     "qwen3_5",
     "qwen3_5_moe",
     "gpt_oss",
+    "gemma4",
+    "lfm2",
+    "nemotron_h",
+    "minimax_m2",
+    "mimo_v2_flash",
 )
-_TAPPED += ("gemma4", "lfm2", "nemotron_h", "minimax_m2", "mimo_v2_flash")
 
 # Keys of a head that computes something else than ours do.
-_UNKNOWN: tuple[str, ...] = (
+_UNKNOWN = (
     "embedding_scale",
     "attention.scale",
     "attention.value_scale",
     "logit_scale",
     "final_logit_softcapping",
+    "hidden_act",
+    "attention.sliding_window",
+    "selector_rank",
+    "hyper_connection.count",
 )
-_UNKNOWN += ("hidden_act", "attention.sliding_window", "selector_rank", "hyper_connection.count")
 
 _log = logging.getLogger(__name__)
 

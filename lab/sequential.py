@@ -23,9 +23,8 @@ from scipy.special import ndtr, stdtrit
 from ..common import BadInputError
 from ..eval.reports.figures import Interval, Ratio
 from ..eval.reports.gate import Compared, GateFinding, finding_of, tau_of
-from ..eval.reports.statistics import Floats
+from ..eval.reports.statistics import FEWEST, Floats
 
-FIRST_LOOK = 12  # prompts, before which variances are not to be trusted
 _TIGHTEST = 60  # prompts at which the bounds are the closest to those of a fixed test
 _UNSEEN = 0.3  # influence of one prompt of each suite that is like none before it: equal prompts are no certainty
 
@@ -52,7 +51,7 @@ def judged_in_turn(compared: Compared, temperature: float, tolerance: float, con
     seen = looks(tau_of(compared.new), tau_of(compared.old), suites, prompts, confidence)
     if not seen:
         raise BadInputError(
-            f"a sequential gate needs prompt records of both sides, and at least {FIRST_LOOK} prompts; "
+            f"a sequential gate needs prompt records of both sides, and at least {FEWEST} prompts; "
             f"there are {len(compared.new)}."
         )
     last, floor = seen[-1], 1 - tolerance
@@ -85,7 +84,7 @@ def looks(above: Ratio, below: Ratio, suites: Sequence[str], prompts: Sequence[s
     values = np.stack(columns, 1)  # [N, 4]
     member = (np.asarray(suites)[order][:, None] == names).astype(float)  # [N, S]
     seen = member.cumsum(0)
-    first = max(FIRST_LOOK - 1, int((seen == 0).any(1).sum()))
+    first = max(FEWEST - 1, int((seen == 0).any(1).sum()))
     sums = np.einsum("ns,nc->nsc", member, values).cumsum(0)[first:]
     squares = np.einsum("ns,nc,nd->nscd", member, values, values).cumsum(0)[first:]
     seen, shares = seen[first:], member.mean(0)

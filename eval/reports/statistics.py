@@ -19,7 +19,7 @@ from scipy.special import ndtr, ndtri, stdtrit
 from .figures import CONFIDENCE, RESAMPLES, Interval, Ratio
 
 Floats = NDArray[np.float64]
-_FEWEST = 12  # prompts, before which variances are not to be trusted
+FEWEST = 12  # prompts, before which variances are not to be trusted
 POWER = 0.8  # share of comparisons that detect the difference that they were planned for
 
 
@@ -108,7 +108,7 @@ def prompts_needed(interval: Interval, num_prompts: int, difference: float) -> i
     found = detectable(interval, num_prompts, num_prompts)
     if math.isnan(found) or found == 0:
         return None
-    return max(_FEWEST, math.ceil(num_prompts * (math.log1p(found) / math.log1p(difference)) ** 2))
+    return max(FEWEST, math.ceil(num_prompts * (math.log1p(found) / math.log1p(difference)) ** 2))
 
 
 def detectable(interval: Interval, num_prompts: int, prompts: int) -> float:

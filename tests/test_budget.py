@@ -19,10 +19,10 @@ HOUSE = Path(__file__).parents[1]
 LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
-    "common": 3230,
-    "targets": 7140,
+    "common": 3270,
+    "targets": 7130,
     "heads": 7490,
-    "formats": 4360,
+    "formats": 4370,
     "decode": 3960,
     "recipes": 790,
     "distill": 5220,
@@ -34,7 +34,7 @@ ROOMS = {
     "scripts": 3760,
     LAB: 9000,
 }
-OTHERS = {"tests": 52_710, "benchmarks": 4000}
+OTHERS = {"tests": 52_750, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -20,7 +20,7 @@ class ServedHere:
 
     Attributes:
         file: of `benchmarks/results`, without its ending. row: of its table.
-        there, here: τ at temperature 0 of the engine and of our decoder, as the file has them.
+        there, here: τ at temperature 0 of the engine and of our decoder, as the file has them; of the embedded target.
     """
 
     build: str
@@ -31,7 +31,7 @@ class ServedHere:
     here: float
 
 
-_VLLM = ("vLLM 0.32, CPU", "2026-11-22")
+_VLLM = ("vLLM 0.32, CPU, mended", "2026-11-22")  # faults of that build put right (`tests/serving/cured`)
 SERVED = {
     ("vllm", "eagle3"): ServedHere(*_VLLM, "served-cpu-fp32", "eagle3", 1.990, 1.990),
     ("vllm", "eagle1"): ServedHere(*_VLLM, "served-cpu-fp32", "eagle1", 1.541, 1.541),

@@ -35,6 +35,7 @@ def test_what_is_called_served_has_a_result_file(claim):
     conditions, greedy = found["conditions"], found["served"][said.row][0]
     assert conditions["engine"].lower().startswith(ENGINES[engine].lower())
     assert (conditions["created"], greedy["temperature"]) == (said.date, 0.0)
+    assert ("mended" in said.build) is conditions.get("mended", False), "a build with its faults put right is no other"
     assert greedy["identical"] == conditions["prompts"], "its text is the target's"
     there, here = (round(greedy[side]["value"], 3) for side in ("served", "own"))
     assert (there, here) == (said.there, said.here)

@@ -30,7 +30,9 @@ def repack(archive: Path, seconds: int) -> None:
     with tarfile.open(archive) as old, tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda member: member.name):
             info = tarfile.TarInfo(member.name)
-            info.type, info.size, info.mtime = member.type, member.size, seconds
+            info.type = member.type
+            info.size = member.size
+            info.mtime = seconds
             info.mode = 0o755 if member.mode & 0o100 else 0o644
             new.addfile(info, old.extractfile(member))
     with archive.open("wb") as raw, gzip.GzipFile("", "wb", mtime=seconds, fileobj=raw) as zipped:

@@ -119,7 +119,9 @@ class Cell:
 
     def _loops(self) -> Iterator[Loop]:
         """Yield all contestants, the plain target first."""
-        target, new, plan = self.target, self.settings.new_tokens, Plan(self.settings.depth)
+        target = self.target
+        new = self.settings.new_tokens
+        plan = Plan(self.settings.depth)
         yield Ours("plain", Decoder(target, fast=False), Plan(0), new)
         for name, drafter in self.drafters.items():
             yield Ours(name, Decoder(target, drafter, fast=False), plan, new)

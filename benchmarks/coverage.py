@@ -49,7 +49,9 @@ from .report import command, conditions, options, publish, shown, table, write
 
 Floats = NDArray[np.float64]
 PROMPTS = (12, 24, 60, 120)
-DEPTH, TOKENS, STALLS = 4, 96, 0.03
+DEPTH = 4
+TOKENS = 96
+STALLS = 0.03
 LEVELS = {1: (0.6,), 3: (1.2, 0.3, -0.2)}  # mean logit of acceptance of each suite, by the number of suites
 # Shares of the prompts of the gate's suites. With `uneven`, the first suite and the first quarter of each suite's file
 # lose more than the others, so that a first look at either is misleading.

@@ -108,7 +108,9 @@ def _loop_cells(cell: dict[str, Any], name: str, row: dict[str, Any]) -> list[st
     figures = [row["tokens_per_second"], row["steady_tokens_per_second"], row["seconds_per_round"], row["tau"]]
     ways = ("{:.1f}", "{:.1f}", "{:.5f} s", "{:.2f}")
     texts = [NOTHING if figure is None else way.format(figure) for way, figure in zip(ways, figures, strict=True)]
-    share, between, idle = overhead.get("share"), gaps.get("between"), gaps.get("idle_share")
+    share = overhead.get("share")
+    between = gaps.get("between")
+    idle = gaps.get("idle_share")
     texts += [NOTHING if share is None else f"{share:.1%}", NOTHING if not between else f"{1e3 * between:.3f} ms"]
     return [name, *texts, NOTHING if idle is None else f"{idle:.1%}"]
 

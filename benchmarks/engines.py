@@ -88,7 +88,10 @@ class Drafting:
     """`transformers.generate` that drafts by options of its own, such as prompt lookup, on one job of a race."""
 
     def __init__(self, name: str, target: Target, max_new_tokens: int, **options: Any):
-        self.name, self.target, self.max_new_tokens, self.options = name, target, max_new_tokens, options
+        self.name = name
+        self.target = target
+        self.max_new_tokens = max_new_tokens
+        self.options = options
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
@@ -106,7 +109,9 @@ class EngineRacer:
     """An engine that completes one job of a race, and is stopped before and after. `group`: of its processes."""
 
     def __init__(self, name: str, engine: Engine, group: int, target: Target, max_new_tokens: int):
-        self.name, self.engine, self.group = name, engine, group
+        self.name = name
+        self.engine = engine
+        self.group = group
         self.target, self.max_new_tokens = target, max_new_tokens
         os.killpg(group, signal.SIGSTOP)
 

@@ -79,7 +79,9 @@ ATTENTION = (
 
 def attention_error(case: Attention, dtype: torch.dtype, device: torch.device, parts: int | None = None) -> float:
     """Return the error of attention in one case; `parts` None for as many as fill a GPU."""
-    generator, rows, shared = torch.Generator().manual_seed(1), len(case.lengths), 2
+    generator = torch.Generator().manual_seed(1)
+    rows = len(case.lengths)
+    shared = 2
     room = max(case.lengths) + case.queries + SPARE
 
     def numbers(*shape: int) -> Tensor:
@@ -157,7 +159,11 @@ def exact_product(x: Tensor, matrix: Matrix, onto: Tensor | None) -> Tensor:
 
 def heads_error(normed: bool, size: int, dtype: torch.dtype, device: torch.device) -> float:
     """Return the error of queries, keys and values as they are placed."""
-    generator, rows, queries, heads, shared = torch.Generator().manual_seed(3), 2, 3, 4, 2
+    generator = torch.Generator().manual_seed(3)
+    rows = 2
+    queries = 3
+    heads = 4
+    shared = 2
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)

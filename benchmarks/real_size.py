@@ -53,7 +53,9 @@ from .loops import Ours
 from .overhead import loop_overhead
 from .report import NOTHING, command, conditions, interval, number, options, publish, shown, table, write
 
-PLAIN, FUSION, WEIGHTS = "plain", "fusion", ("plain weights", "packed weights")
+PLAIN = "plain"
+FUSION = "fusion"
+WEIGHTS = ("plain weights", "packed weights")
 Kinds = dict[str, Any]  # packed weights by the name of the kind of weights; None for the library's modules
 
 
@@ -80,8 +82,12 @@ class WeightedRacer(DecoderRacer):
     """A contestant that completes prompts by one kind of weights."""
 
     def __init__(self, target: Target, contestant: Contestant, settings: EvalSpec, kind: str, packed: Any):
-        self.name, self.plan, self.settings = f"{kind}: {contestant.name}", contestant.plan, settings
-        self.target, self.packed, self.sampling = target, packed, base_sampling(target, settings)
+        self.name = f"{kind}: {contestant.name}"
+        self.plan = contestant.plan
+        self.settings = settings
+        self.target = target
+        self.packed = packed
+        self.sampling = base_sampling(target, settings)
         with weights(target, packed):
             self.decoder = Decoder(target, contestant.drafter, fast=False)
 

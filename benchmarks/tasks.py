@@ -68,7 +68,9 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     target = Target.load(arguments.target, dtype="float32")
     suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
-    prompts, tasks, left_out = [], [], 0
+    prompts = []
+    tasks = []
+    left_out = 0
     for suite in suites:
         categories = {prompt.category for prompt in suite.prompts if prompt.category}
         for prompt in suite.prompts:

@@ -21,9 +21,17 @@ from .errors import BadInputError
 from .safe_load import read_json
 
 MARKER = ".outrider.json"
-PAIR, REGISTRY, EXPORT, DRAFTER, MODEL, DATA = "pair", "registry", "export", "drafter", "model", "data set"
+PAIR = "pair"
+REGISTRY = "registry"
+EXPORT = "export"
+DRAFTER = "drafter"
+MODEL = "model"
+DATA = "data set"
 REPORT, COMPARISON = "report", "comparison"
-RUN, REFRESH, QUICKSTART = TRAINED = "run", "refresh", "quickstart"  # each of which a training writes into
+RUN = "run"
+REFRESH = "refresh"
+QUICKSTART = "quickstart"
+TRAINED = (RUN, REFRESH, QUICKSTART)
 _LOOKED_AT = 1000  # bytes of a file, by which Outrider's own are recognised
 
 

@@ -25,7 +25,9 @@ from .round_timing import verify_times
 from .timing import least, threads, timed
 
 # Shares of a device's best that are assumed to be reached, and of its memory that can be used.
-COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
+COMPUTE = 0.4
+BANDWIDTH = 0.6
+ROOM = 0.9
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ GPUS = (
 HERE = "this machine"
 
 _REALLY_FASTER = 0.95  # bfloat16 must take less than this part of what float32 takes
-_ROUNDS, _WIDTHS, _REPEATS = 6, (0, 4), 7
+_ROUNDS = 6
+_WIDTHS = (0, 4)
+_REPEATS = 7
 _OPTIMIZER = 1.25  # of a step: what the optimizer and the trainer around it add
 
 

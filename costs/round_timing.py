@@ -190,7 +190,9 @@ class _Drafting:
     """A drafter's session in the middle of a text of `length` tokens, and rounds that keep half of their drafts."""
 
     def __init__(self, target: Target, drafter: Drafter, batch: int, context: int, depth: int):
-        self.target, self.drafter, self.batch = target, drafter, batch
+        self.target = target
+        self.drafter = drafter
+        self.batch = batch
         # Lengths at which the text begins, and begins again.
         self.start, self.limit = _first(context), _first(context) + _grown(depth)
         room = _window(context + _GROWTH, depth) if _is_fixed(target) else 0

@@ -129,7 +129,9 @@ class TrainingEstimate:
 
         Raises BadInputError if its loss or its optimizer asks for contents, or for a device.
         """
-        recipe, memory, flops = self.recipe, self._memory(), self._step_flops()
+        recipe = self.recipe
+        memory = self._memory()
+        flops = self._step_flops()
         own = [(p.numel(), p.requires_grad) for p in self.drafter.parameters()]
         weights = sum(4 * count for count, _ in own)
         return Needs(
@@ -246,7 +248,9 @@ class TrainingEstimate:
         return read, float(drafted * batches)
 
     def _stages(self, flops: tuple[float, float], memory: Memory) -> list[Stage]:
-        work, target, stages = self.work, self.target, []
+        work = self.work
+        target = self.target
+        stages = []
         # All processes answer, and compute features; but for a target in parts, whose passes they share.
         at_work = 1 if self.recipe.target.sharding != "none" else self.processes
         if not work.source.startswith("the responses"):

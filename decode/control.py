@@ -181,11 +181,15 @@ class Controller:
         self.reached = np.zeros((sequences, deepest))
         self.kept = np.zeros((sequences, deepest))
         self.depth: int | None = None  # of the last round
-        self.rested, self.wait, self.trying = 0, _FIRST_WAIT, False
+        self.rested = 0
+        self.wait = _FIRST_WAIT
+        self.trying = False
 
     def rates(self, rows: Sequence[int]) -> np.ndarray:
         """Return the acceptance expected at each depth, `[rows, D]`."""
-        reached, kept, weight = self.reached[rows], self.kept[rows], self.control.weight
+        reached = self.reached[rows]
+        kept = self.kept[rows]
+        weight = self.control.weight
         total = reached.sum(1)
         expected = np.where(total > 0, (reached * self.prior).sum(1) / np.maximum(total, 1e-9), self.prior[0])
         rate = (weight * expected + kept.sum(1)) / (weight + total)
@@ -206,7 +210,9 @@ class Controller:
         best = int(goodput[1:].argmax()) + 1
         if self.depth == 0:
             # Plain rounds show nothing of drafts, so one round tries again; each failure doubles the wait.
-            self.trying, self.wait, self.rested = True, min(2 * self.wait, _LONGEST_WAIT), 0
+            self.trying = True
+            self.wait = min(2 * self.wait, _LONGEST_WAIT)
+            self.rested = 0
             return self._take(best)
         if goodput[best] < goodput[0] * (_ENTER if self.trying or self.depth is None else 1):
             self.trying, self.rested = False, 1

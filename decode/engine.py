@@ -252,7 +252,9 @@ class _Sequence:
 
     def emit(self, row: RoundRow) -> StreamEvent:
         """Append the tokens that a round adds, up to the sequence's end."""
-        accepted, drafted, tried = row.accepted, row.drafted, row.tried
+        accepted = row.accepted
+        drafted = row.drafted
+        tried = row.tried
         emitted: list[int] = []
         for place, token in enumerate(row.tokens):
             if place == row.accepted and row.nothing_left:
@@ -286,7 +288,9 @@ class Run:
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, request: Request, static_batches: StaticBatches):
-        self.target, self.request, self.static_batches = target, request, static_batches
+        self.target = target
+        self.request = request
+        self.static_batches = static_batches
         self.device = target.device  # asked once: a model looks through its modules for it
         self.drafts = request.drafts
         self.drafter = drafter if any(self.drafts) and request.plan.depth else None
@@ -362,7 +366,9 @@ class Run:
 
     def _open(self, tokens: Tensor, counts: RowLengths) -> RoundState:
         """Take memory for the prompts `[B, T]` and what follows, for the target and the drafter."""
-        request, drafter, rows = self.request, self.drafter, len(tokens)
+        request = self.request
+        drafter = self.drafter
+        rows = len(tokens)
         fixed = self.static_batches.wanted and self.target.rewinds
         fixed = fixed and (drafter is None or self.setup.abilities.fixed_shapes or self.setup.abilities.from_text)
         depth = 0 if drafter is None else self.setup.plan.depth

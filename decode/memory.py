@@ -26,7 +26,10 @@ from .static_batch import margin, window_of
 SMALL = 64 * 2**20
 
 # What filters and the repetition penalty make of them at least, and what a tree's drafts are picked from.
-_NUCLEUS, _MIN_P, _PENALTY, _DIVIDED = 20, 9, 14, 4
+_NUCLEUS = 20
+_MIN_P = 9
+_PENALTY = 14
+_DIVIDED = 4
 _BEST, _DRAWN = 8, 40
 
 
@@ -215,15 +218,21 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
     footprint, sampling = target.footprint(), load.sampling
     rule = _rule(load)
     rule = RULES[NOT_DRAWN] if rule.samples and not sampled else rule
-    logit, (each, once), greedy = footprint.kept, rule.logit_bytes, rule.name == AT_ZERO
+    logit = footprint.kept
+    each, once = rule.logit_bytes
+    greedy = rule.name == AT_ZERO
     if greedy and target.device.type == "cpu" and logit < 4:
         each = 4  # `highest` copies them
     filters = 0 if greedy else max(_NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
     filters += _DIVIDED if filters and sampling.temperature != 1 else 0
     # What the processors leave beside a logit, need in between, and know of each token.
-    processed, processing, context = 0, 0, 0
+    processed = 0
+    processing = 0
+    context = 0
     if sampling.repetition_penalty != 1:
-        processed, processing, context = 4, _PENALTY + (0 if logit == 4 else 4), 1
+        processed = 4
+        processing = _PENALTY + (0 if logit == 4 else 4)
+        context = 1
     elif sampling.bad_words or sampling.suppress or sampling.min_new_tokens:
         processed, processing = logit, logit + 2
     most = max(

@@ -51,7 +51,9 @@ class ProposalCheck:
         return None
 
     def _problem_of_contents(self, proposal: Proposal) -> str | None:
-        tokens, real, parents = proposal.tokens, proposal.real, proposal.parents
+        tokens = proposal.tokens
+        real = proposal.real
+        parents = proposal.parents
         outside = tokens[(tokens < 0) | (tokens >= self.vocab)]
         if len(outside):
             return f"token {int(outside[0])}; expected ids from 0 to {self.vocab - 1}, the target's vocabulary"

@@ -346,7 +346,9 @@ class _Chain:
     """
 
     def __init__(self, sampler: DraftSampler, confidence: float, prefix: Proposal | None):
-        self.sampler, self.confidence, self.prefix = sampler, confidence, prefix
+        self.sampler = sampler
+        self.confidence = confidence
+        self.prefix = prefix
         self.context = sampler.context
         self.tokens = list[Tensor]()
         self.probs = list[Tensor]()
@@ -451,7 +453,9 @@ def verify_and_commit(setup: RoundSetup, state: RoundState, draft: Draft) -> tup
     nodes = None if proposal.parents is None else proposal.nodes
     out = setup.target.forward(tokens, state.cache, taps=setup.taps, nodes=nodes)
     verdict, best = judge(setup, state, draft, out.logits, state.keys)
-    chosen, hidden, read = proposal.tokens, out.hidden, None
+    chosen = proposal.tokens
+    hidden = out.hidden
+    read = None
     if verdict.path is not None:
         tokens, hidden, read = _keep_path(state.cache, proposal, verdict.path, tokens, hidden)
         chosen = tokens[:, 1:]
@@ -525,7 +529,9 @@ def commit(
         chosen: `[B, D]`, of which the first `verdict.accepted` stay.
         drafted, tried: of each row, see `stats.Round`, `[B]`.
     """
-    accepted, following, context = verdict.accepted, verdict.following, state.context
+    accepted = verdict.accepted
+    following = verdict.following
+    context = state.context
     if context is not None:
         kept = torch.arange(chosen.shape[1], device=accepted.device) < accepted[:, None]
         emitted = torch.cat([kept, (following >= 0)[:, None]], 1)

@@ -112,7 +112,9 @@ def _matched(proposal: Proposal, wanted: Tensor) -> Verdict:
     if proposal.parents is None:
         accepted, following = match(proposal.tokens, proposal.lengths, wanted)
         return Verdict(accepted, None, following)
-    tokens, parents, real = proposal.tokens, proposal.parents, proposal.real
+    tokens = proposal.tokens
+    parents = proposal.parents
+    real = proposal.real
     return Verdict(*match_tree(tokens, parents, real, wanted, proposal.depth))
 
 
@@ -367,8 +369,12 @@ def _weigh(
     short = torch.zeros_like(claim[:, :, 0])  # 1 − P; kept instead of P, so that P = 1 stays exact
     odds = torch.zeros_like(short[:, 1:])
     for i in range(tokens.shape[1]):
-        place, token, counts = parents[:, i] + 1, tokens[:, i, None], real[:, i]
-        w, before, lost = claim[rows, place], left[rows, place], short[rows, place]
+        place = parents[:, i] + 1
+        token = tokens[:, i, None]
+        counts = real[:, i]
+        w = claim[rows, place]
+        before = left[rows, place]
+        lost = short[rows, place]
         # What q cannot have drawn, as when nothing of it was left, is a candidate: its drafter was certain of it.
         q = torch.where(before.gather(1, token) > 0, before, torch.zeros_like(before).scatter(1, token, 1))
         odds[:, i] = (w.gather(1, token) / q.gather(1, token))[:, 0]

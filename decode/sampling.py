@@ -24,7 +24,10 @@ from .rng import Seed, uniforms
 from .rule_table import DraftPolicy, Rule
 
 # Streams keep draws for different purposes independent of each other.
-DRAFT, ACCEPT, CORRECT, COUPLED = 1, 2, 3, 4
+DRAFT = 1
+ACCEPT = 2
+CORRECT = 3
+COUPLED = 4
 
 _NEVER = float("-inf")
 _NO_TOKEN, _ANY_TOKEN = -1, -2
@@ -135,7 +138,9 @@ class Processors:
                 )
         words = [tuple(w) for w in sampling.bad_words if not (len(w) == 1 and w[0] in eos)]
         longer = [w for w in words if len(w) > 1]
-        self.sampling, self.vocab, self.eos = sampling, vocab, frozenset(eos)
+        self.sampling = sampling
+        self.vocab = vocab
+        self.eos = frozenset(eos)
         self.width = max(map(len, longer), default=1) - 1
         prefixes = [(_ANY_TOKEN,) * (self.width + 1 - len(w)) + w[:-1] for w in longer]
         self.prefixes = torch.tensor(prefixes, dtype=torch.long, device=device).reshape(len(longer), self.width)
@@ -399,7 +404,9 @@ class DraftSampler:
             tokens, scores = _top(logits, count)
             return Children(tokens if token_ids is None else token_ids[tokens], scores, None, scores[:, :, 0])
         keys, probs = self.keys, probabilities(logits, self.config.sampling)
-        log_probs, rows, first = probs.double().log(), keys.sequences[:, None], keys.first[:, None]
+        log_probs = probs.double().log()
+        rows = keys.sequences[:, None]
+        first = keys.first[:, None]
         if self.rule.pick is DraftPolicy.SHARED_NOISE:
             drawn, peaks = None, probs[:, :, 0].clone()  # a view would keep the whole distribution
             noise = self._shared_noise(rows, first + depth - 1)

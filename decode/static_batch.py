@@ -335,7 +335,9 @@ class Graphs(Generic[S, R]):
         before = state.tensors()
         inputs = [tensor.clone() for tensor in before]
         state = state.rebound(inputs)
-        graph, on_gpu, collects = torch.cuda.CUDAGraph(), self.device.type == "cuda", gc.isenabled()
+        graph = torch.cuda.CUDAGraph()
+        on_gpu = self.device.type == "cuda"
+        collects = gc.isenabled()
         stream = _stream(self.device) if on_gpu else None
         outer = torch.cuda.current_stream(self.device) if on_gpu else None
         gc.disable()  # what a search for cycles frees may call CUDA, which ends a capture

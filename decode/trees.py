@@ -49,7 +49,9 @@ class StaticTree:
         def index(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
 
-        read, places, levels = [-1] * len(tree.parents), [], []
+        read = [-1] * len(tree.parents)
+        places = []
+        levels = []
         known: Sequence[int] = (-1,)
         while known:
             families = [tree.children[node] for node in known]

@@ -72,7 +72,10 @@ def measure_acceptance(
     Raises:
         BadInputError: every answer ends with its first token.
     """
-    decoder, depth, rounds, tokens = Decoder(target, drafter), min(most, deepest(drafter)), [], 0
+    decoder = Decoder(target, drafter)
+    depth = min(most, deepest(drafter))
+    rounds = []
+    tokens = 0
     for some in _pieces(jobs, at_once):
         prompts, ids = [j.prompt.tokens for j in some], [j.sequence for j in some]
         out = decoder.generate(prompts, max_new_tokens, sampling, Plan(depth), sequence_ids=ids)
@@ -115,7 +118,9 @@ def text_kinds(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str
 
 def token_kinds(prompt: Sequence[int], answer: Sequence[int], text_kind: Callable[[int], str]) -> list[str]:
     """Return the kind of each new token: "copied" if it ends three tokens that stood before, else by its text."""
-    text, seen, kinds = [*prompt, *answer], set[tuple[int, ...]](), list[str]()
+    text = [*prompt, *answer]
+    seen = set[tuple[int, ...]]()
+    kinds = list[str]()
     for end, token in enumerate(text, 1):
         three = tuple(text[max(0, end - 3) : end])
         if end > len(prompt):

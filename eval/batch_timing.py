@@ -70,7 +70,10 @@ class BatchRacer:
     """A racer that completes batches under one plan."""
 
     def __init__(self, name: str, decoder: Decoder, plan: Plan, settings: EvalSpec):
-        self.name, self.decoder, self.plan, self.settings = name, decoder, plan, settings
+        self.name = name
+        self.decoder = decoder
+        self.plan = plan
+        self.settings = settings
         self.sampling = base_sampling(decoder.target, settings)
 
     def __call__(self, job: Sequence[PromptJob], temperature: float) -> BatchAnswer:

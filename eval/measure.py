@@ -325,7 +325,9 @@ class DecoderRacer:
     """A contestant that completes prompts in our own decoder."""
 
     def __init__(self, target: Target, contestant: Contestant, settings: EvalSpec):
-        self.name, self.plan, self.settings = contestant.name, contestant.plan, settings
+        self.name = contestant.name
+        self.plan = contestant.plan
+        self.settings = settings
         self.target, self.sampling = target, base_sampling(target, settings)
         self.decoder = Decoder(target, contestant.drafter)
 
@@ -345,7 +347,9 @@ class MeteredRacer:
     """A racer whose answers also tell the energy that was used for them."""
 
     def __init__(self, racer: Racer[PromptJob, TimedCompletion], meter: Callable[[], float]):
-        self.name, self.racer, self.meter = racer.name, racer, meter
+        self.name = racer.name
+        self.racer = racer
+        self.meter = meter
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         before = self.meter()
@@ -359,7 +363,9 @@ class GenerateRacer:
     name = GENERATE
 
     def __init__(self, target: Target, settings: EvalSpec):
-        self.target, self.settings, self.sampling = target, settings, base_sampling(target, settings)
+        self.target = target
+        self.settings = settings
+        self.sampling = base_sampling(target, settings)
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)

@@ -36,7 +36,9 @@ class MedusaRepository(ExportLayout[Medusa, MedusaConfig]):
         return pruned_lacking(config, "its heads cover the whole vocabulary", "draft_vocab_size: 0, or export to vllm")
 
     def write(self, drafter: Medusa, target: Target, depth: int) -> DrafterFiles:
-        config, state, tensors = drafter.config, drafter.state_dict(), dict[str, Tensor]()
+        config = drafter.config
+        state = drafter.state_dict()
+        tensors = dict[str, Tensor]()
         for i in range(config.num_heads):
             for j in range(config.num_layers):
                 weight = state[f"{_block(i, j)}.weight"]
@@ -137,7 +139,9 @@ class MedusaVllm(ExportLayout[Medusa, MedusaConfig]):
         return drafter
 
     def shapes(self, config: Fields) -> dict[str, tuple[int, ...]]:
-        size, heads, shared = config["hidden_size"], range(config["num_heads"]), bool(config.get("original_lm_head"))
+        size = config["hidden_size"]
+        heads = range(config["num_heads"])
+        shared = bool(config.get("original_lm_head"))
         # Of embeddings of the heads' own, vLLM makes room for the whole vocabulary.
         rows = (config.get("truncated_vocab_size") if shared else None) or config["vocab_size"]
         blocks = [f"blocks.{i}.layers.{j}" for i in heads for j in range(config["num_hidden_layers"])]

@@ -214,7 +214,10 @@ class DraftModelSession(NodeSession):
         self, runner: Target, cache: RaggedCache, fused: LlamaRunner | None, output_ids: Tensor | None, vocab: int
     ):
         super().__init__(output_ids, caches=[cache])
-        self.runner, self.cache, self.fused, self.vocab = runner, cache, fused, vocab
+        self.runner = runner
+        self.cache = cache
+        self.fused = fused
+        self.vocab = vocab
         self._start()
 
     def _start(self) -> None:

@@ -242,7 +242,10 @@ class FeatureSession(DeferredPrefillSession):
 
     def __init__(self, head: FeatureDrafter, target: Target, cache: RaggedCache, layers: CachedLayers):
         super().__init__(head.output_ids, [cache])
-        self.head, self.target, self.cache, self.layers = head, target, cache, layers
+        self.head = head
+        self.target = target
+        self.cache = cache
+        self.layers = layers
         self.embed_output = head.output_of(target)
         self.outputs = torch.empty(cache.batch_size, 0, head.config.hidden_size, device=target.device)
 

@@ -106,7 +106,9 @@ class Module(nn.Module):
                 f"mtp: a layer of hidden_size {body.config.hidden_size} does not fit the target's "
                 f"{config.hidden_size}; leave it out of layer."
             )
-        self.embedding_norm, self.hidden_norm, self.norm = copy.deepcopy(body.norm), copy.deepcopy(body.norm), body.norm
+        self.embedding_norm = copy.deepcopy(body.norm)
+        self.hidden_norm = copy.deepcopy(body.norm)
+        self.norm = body.norm
         self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         body.norm = nn.Identity()
         body.set_input_embeddings(None)
@@ -289,7 +291,9 @@ class MtpSession(DeferredPrefillSession):
         self._begin_round([])
 
     def _begin_round(self, outputs: list[Tensor]) -> None:
-        self.outputs, self.passes, self.tree = outputs, 0, None
+        self.outputs = outputs
+        self.passes = 0
+        self.tree = None
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         # `prefill` brings the token after the last hidden state. It also reads accepted drafts anew: now there are true
@@ -300,7 +304,9 @@ class MtpSession(DeferredPrefillSession):
         read = self.waiting()
         last = (read.counts.tensor - 1)[:, None]
         embedded = self.target.embed(read.tokens.roll(-1, 1).scatter(1, last, root[:, None]))
-        hidden, answers, outputs = read.hidden, [], []
+        hidden = read.hidden
+        answers = []
+        outputs = []
         for k, cache in enumerate(self._caches):
             output, normed = self.drafter.step(k, (embedded, hidden), cache, 0)
             cache.advance(read.counts)

@@ -18,7 +18,9 @@ from ..common.plugins import plugin
 from ..targets import Target, decoder_layers
 from ..targets.layers import usual_layer
 
-LAYERS, HIDDEN, NEURONS = "num_hidden_layers", "hidden_size", "intermediate_size"
+LAYERS = "num_hidden_layers"
+HIDDEN = "hidden_size"
+NEURONS = "intermediate_size"
 HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 SIZES = (LAYERS, HIDDEN, NEURONS, HEADS, GROUPS)
 

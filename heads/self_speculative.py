@@ -173,7 +173,9 @@ class LentCacheSession(NodeSession):
         self, layers: Backbone, size: tuple[int, int], lent: RaggedCache | None, output_ids: Tensor | None = None
     ):
         super().__init__(output_ids)
-        self.layers, self.size, self.lent = layers, size, lent
+        self.layers = layers
+        self.size = size
+        self.lent = lent
 
     @cached_property
     def cache(self) -> RaggedCache:

@@ -395,7 +395,9 @@ class DeferredPrefillSession(NodeSession):
         device, count = unread.tokens.device, unread.counts.values[0]
         if len(unread.tokens) > 1 or count <= keep:
             return  # the first round runs by itself; a part of several rows would be a copy, without memory set aside
-        first, tokens, hidden = count - keep, unread.tokens, unread.hidden
+        first = count - keep
+        tokens = unread.tokens
+        hidden = unread.hidden
         self.unread = PendingInputs(tokens[:, :first], hidden[:, :first], RowLengths.of([first], device))
         self.prefill(tokens[:, first])
         self.unread = PendingInputs(tokens[:, first:count], hidden[:, first:count], RowLengths.of([keep], device))

@@ -68,7 +68,9 @@ def attend(
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # as a product of matrices would be
         dtype = torch.get_autocast_dtype(kind)
-        q, first, own = q.to(dtype), _cast(first, dtype), [_cast(entry, dtype) for entry in own]
+        q = q.to(dtype)
+        first = _cast(first, dtype)
+        own = [_cast(entry, dtype) for entry in own]
     kernel = fused(kind, q.dtype, q.shape[-1])
     if kernel is None:
         return plain(q, first, begins, own, spans, window)
@@ -235,7 +237,8 @@ class _Group:
 
     def inputs(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Inputs, Inputs]:
         """Return the inputs of both products: with the entries from `begin` on, and with those before."""
-        q, keys, values = q[self.rows, :, self.queries], *(x[self.rows, :, self.entries] for x in (keys, values))
+        q = q[self.rows, :, self.queries]
+        keys, values = (x[self.rows, :, self.entries] for x in (keys, values))
         within = q, keys[:, :, self.begin :], values[:, :, self.begin :]
         keys, values = (x[:, :, : self.begin].flip(2) if self.block else x[:, :, : self.begin] for x in (keys, values))
         return within, (self._turned(q), keys, values)
@@ -443,7 +446,9 @@ class PackedRows(Places):
             within[span.row, span.queries] = count
             position[span.row, span.queries] = span.begin + count
             at[span.row, span.queries] = span.entries.start + span.begin + count
-        self.at, self.within, self._position = at.to(device), within.to(device), position.to(device)
+        self.at = at.to(device)
+        self.within = within.to(device)
+        self._position = position.to(device)
         self.positions = documents.positions(device)
 
     def positions_of(self, step: int) -> Tensor:

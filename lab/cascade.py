@@ -98,7 +98,10 @@ class CascadeSession(NodeSession):
 
     def __init__(self, statistical: TextSession, model: NodeSession, vocab: int, deepest: int | None):
         super().__init__(model.output_ids if deepest is None else None)
-        self.statistical, self.drafting, self.vocab, self.deepest = statistical, model, vocab, deepest
+        self.statistical = statistical
+        self.drafting = model
+        self.vocab = vocab
+        self.deepest = deepest
         self.drafted: list[Tensor] = []  # the root and the drafts of this round, `[B]` each
         self.continued: Tensor | None = None  # the statistical drafter's tokens after the model's, `[B, W]`
 
@@ -108,7 +111,9 @@ class CascadeSession(NodeSession):
         self.drafting.update(tokens[:, :kept], None if hidden is None else hidden[:, :kept], counts)
 
     def prefill(self, root: Tensor) -> Tensor:
-        self.drafted, self.continued, self.lengths = [root], None, None
+        self.drafted = [root]
+        self.continued = None
+        self.lengths = None
         depth = required(self.round_depth, "cascade: the decoder sets the round's depth before it drafts.")
         self.drafting.round_depth = depth if self.deepest is None else min(depth, self.deepest)
         return self._whole(self.drafting.prefill(root))

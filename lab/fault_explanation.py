@@ -22,7 +22,9 @@ from ..serving.reference_run import DraftCounts, ServedAnswer
 
 # The probability that a prompt is equal with the engine's own mistake: in float32 little but another order of sums,
 # which decides a draft here and there, parts it from 1. And that two mistakes are equal where both are not the head's.
-EQUAL, EQUAL_IF_ROUNDED, COINCIDENCE = 0.98, 0.7, 0.2
+EQUAL = 0.98
+EQUAL_IF_ROUNDED = 0.7
+COINCIDENCE = 0.2
 APART = 20.0  # times as probable as another candidate: only then are the two told apart
 
 Made = Callable[[Any], Drafter | None]

@@ -271,7 +271,9 @@ class Growth:
         return self._heads(self.old.groups, self.new.groups)
 
     def _heads(self, old: int, new: int) -> Axis:
-        size, wide, head = self.old.head, self.new.head, torch.arange(old)
+        size = self.old.head
+        wide = self.new.head
+        head = torch.arange(old)
         pairs = torch.arange(size // 2) * (wide // size)
         dims = torch.cat([pairs, wide // 2 + pairs])  # the two of a rotary pair are half a head apart
         each, room = old // self.old.groups, new // self.new.groups
@@ -436,7 +438,10 @@ class GrownWeights:
         self.kind: dict[str, Any] = {"dtype": dtype, "device": device}
         self.noise = torch.randn(2**20 + 7, generator=torch.Generator().manual_seed(0)).mul_(_NOISE).to(**self.kind)
         self.sink = max(_SINK, torch.finfo(dtype).min)
-        residual, queries, keys, units = growth.residual, growth.queries, growth.keys, growth.units
+        residual = growth.residual
+        queries = growth.queries
+        keys = growth.keys
+        units = growth.units
         self.axes = {  # of the space that a weight writes, and of the one that it reads
             "self_attn.q_proj": (queries, residual),
             "self_attn.k_proj": (keys, residual),

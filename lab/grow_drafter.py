@@ -57,7 +57,9 @@ class _GrownHead:
     """Makes one grown head."""
 
     def __init__(self, head: HeadDrafter[Any], source: Target, grown: Target, draft_vocab_size: int | None):
-        self.head, self.old, self.grown = head, dict(head.named_parameters()), grown
+        self.head = head
+        self.old = dict(head.named_parameters())
+        self.grown = grown
         # How the target's hidden states lie in the grown one's.
         self.target = Growth(Sizes.of(source.config), Sizes.of(grown.config))
         known = getattr(head.config, "draft_vocab_size", source.vocab_size)
@@ -213,7 +215,9 @@ class _GrownHead:
 
         A step that reads its own normed output would make it larger, or lose it: each step takes it from its embedding.
         """
-        old, new, constant = self.weights.growth.old, self.weights.growth.new, self.target.constant
+        old = self.weights.growth.old
+        new = self.weights.growth.new
+        constant = self.target.constant
         if constant is None or new.groups == old.groups:
             return weight
         if name.endswith("v_proj.weight"):

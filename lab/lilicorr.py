@@ -68,7 +68,9 @@ class LiLiCorrConfig(ConvolvedConfig):
         super().__post_init__()
         self.lilicorr_hidden_size = self.lilicorr_hidden_size or self.hidden_size
         self.lilicorr_factor_dim = self.lilicorr_factor_dim or self.lilicorr_hidden_size
-        width, heads, count = self.lilicorr_hidden_size, self.lilicorr_num_heads, self.lilicorr_candidate_topk
+        width = self.lilicorr_hidden_size
+        heads = self.lilicorr_num_heads
+        count = self.lilicorr_candidate_topk
         if width % heads:
             raise BadInputError(f"drafter: lilicorr_num_heads {heads} does not divide lilicorr_hidden_size {width}.")
         if 0 < self.draft_vocab_size < count:
@@ -119,7 +121,9 @@ class Correlator(nn.Module):
     def __init__(self, config: LiLiCorrConfig):
         super().__init__()
         self.config = config
-        size, width, factors = config.hidden_size, config.lilicorr_hidden_size, config.lilicorr_factor_dim
+        size = config.hidden_size
+        width = config.lilicorr_hidden_size
+        factors = config.lilicorr_factor_dim
         heads, slots = config.lilicorr_num_heads, config.block_size
         self.token_proj = nn.Identity() if width == size else nn.Linear(size, width)
         self.pass_hidden_proj, self.context_proj = nn.Linear(size, width), nn.Linear(size, width)

@@ -233,7 +233,9 @@ class _SimulatedServer:
         self.queues[number].put(request)
 
     def _replica(self, number: int) -> Generator[simpy.Event, Any, None]:
-        queue, rows, depths = self.queues[number], list[_SimulatedRequest](), range(1, self.workload.depth + 1)
+        queue = self.queues[number]
+        rows = list[_SimulatedRequest]()
+        depths = range(1, self.workload.depth + 1)
         control = Control(self.times.costs[0], self.workload.rates)
         controller = Controller(control, self.load.max_rows, depths, depths) if self.policy == "controlled" else None
         free = list(range(self.load.max_rows))
@@ -250,7 +252,9 @@ class _SimulatedServer:
                 tokens = sum(lengths) if self.load.refill else len(lengths) * max(lengths)
                 yield self._work(reading * self.times.prefill(tokens))
                 for request in admitted:
-                    request.first, request.emitted, request.row = self.env.now, 1, free.pop()
+                    request.first = self.env.now
+                    request.emitted = 1
+                    request.row = free.pop()
                     if controller is not None:
                         controller.reached[request.row] = controller.kept[request.row] = 0
                 rows = self._going_on(number, [*rows, *admitted], free)

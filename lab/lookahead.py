@@ -196,7 +196,9 @@ class LookaheadSession(TextSession):
         return Proposal(tokens, real, deepest, parents, torch.full_like(parents, -1))
 
     def _grow(self, row: _LookaheadRow, root: int, depth: int) -> _DraftTrie:
-        tree, row.root, row.ends = _DraftTrie(), root, []
+        tree = _DraftTrie()
+        row.root = root
+        row.ends = []
         if self.limit is None or row.length + self.config.reach < self.limit:  # nothing is read after the context's end
             row.proposed = row.levels
             if not row.levels:  # the text's last tokens, over and over if it is short (the paper draws at random)

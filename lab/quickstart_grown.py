@@ -53,7 +53,9 @@ _LEAST_PROMPTS, _LEAST_TOKENS = 2, 8  # of each suite, and of an answer
 _GROWING, _TIMING = 60, 60  # passes over one token, in whose time weights are made and packed, and rounds' parts timed
 _DRAFTED = 1.2  # requests with the head, and with n-grams beside it, in the time of a plain one
 _SPARE = 1.2  # of the weights' memory: caches, and what passes work with
-_WIDTHS, _DEPTH, _REPEATS = (0, 2, 4, 8, 16), 6, 4
+_WIDTHS = (0, 2, 4, 8, 16)
+_DEPTH = 6
+_REPEATS = 4
 _TREES = (4, 6, 8, 12, 16)
 
 
@@ -323,7 +325,11 @@ class GrownStage:
 STAGE = GrownStage()
 
 
-_LAYERS, _WIDTH, _PASSES, _PROMPT, _TURNS = 8, 4096, (1, 5), 128, 6
+_LAYERS = 8
+_WIDTH = 4096
+_PASSES = (1, 5)
+_PROMPT = 128
+_TURNS = 6
 _ENOUGH = 3.0  # seconds of turns in one dtype
 
 

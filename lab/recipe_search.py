@@ -122,7 +122,9 @@ class Search:
             for values in product(*space.values()):
                 changed = _changed(recipe, dict(zip(space, values, strict=True)))
                 others += [changed] if changed != recipe else []
-        drawn, seen, why = list[Recipe](), {_content(recipe) for recipe in recipes}, ""
+        drawn = list[Recipe]()
+        seen = {_content(recipe) for recipe in recipes}
+        why = ""
         for one in random.Random(self.seed).sample(others, len(others)):
             if len(recipes) + len(drawn) == self.candidates:
                 break
@@ -279,7 +281,9 @@ def search(
 
 def _finalists(asked: Search, comparison: Comparison, candidates: Sequence[Recipe]) -> list[Recipe]:
     """Return the candidates that were trained for all of the time, each at its best depth."""
-    scoring, seconds, given = _Scoring(comparison), comparison.seconds, len(comparison.asked)
+    scoring = _Scoring(comparison)
+    seconds = comparison.seconds
+    given = len(comparison.asked)
     # First what was given: if that cannot be trained, the search ends at once.
     ends = {recipe.name: scoring.trained(recipe, seconds) for recipe in candidates[:given]}
     left = asked.halve(candidates, seconds, scoring, comparison.place / SCORES, given)

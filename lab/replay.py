@@ -71,7 +71,9 @@ class ReplayDrafter(Drafter[Any]):
 
     def __init__(self, drafter: Drafter, texts: Mapping[tuple[int, ...], Sequence[int]], rates: Sequence[float]):
         super().__init__(drafter.config)
-        self.drafter, self.texts, self.rates = drafter.plain(), texts, rates
+        self.drafter = drafter.plain()
+        self.texts = texts
+        self.rates = rates
 
     def kept(self, text: Sequence[int], number: int) -> int:
         """Return how many drafts round `number` of a text keeps; repeats of the text keep the same.
@@ -119,7 +121,9 @@ class _ReplaySession(TextSession):
     """A session that drafts as another does and proposes other tokens; at temperature 0, where none is drawn."""
 
     def __init__(self, replay: ReplayDrafter, session: Session, target: Target, batch_size: int):
-        self.replay, self.session, self.vocab = replay, session, target.vocab_size
+        self.replay = replay
+        self.session = session
+        self.vocab = target.vocab_size
         self.rows = [_ReplayedRow() for _ in range(batch_size)]
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:

@@ -323,7 +323,9 @@ def _read_vllm(line: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _write_markdown(p: Passport) -> str:
-    length, histogram, figures = p.length(), p.histogram(), p.figures
+    length = p.length()
+    histogram = p.histogram()
+    figures = p.figures
     rounds = sum(histogram)
     rows = zip(range(1, p.k + 1), survival(histogram), conditional(survival(histogram)), strict=True)
     lines = [

@@ -101,7 +101,9 @@ class Uno(Drafter[UnoConfig]):
         return drafter
 
     def check(self, target: Target) -> None:
-        kind, sizes, theirs = type(target.model).__name__, self.config.linears, _sizes(target)
+        kind = type(target.model).__name__
+        sizes = self.config.linears
+        theirs = _sizes(target)
         if sizes != theirs or self.config.vocab_size != target.vocab_size:
             other = next((name for name in sizes | theirs if sizes.get(name) != theirs.get(name)), "the vocabulary")
             raise IncompatibleError(f"this uno drafter was made for a target of other sizes: {other} differs.")
@@ -150,7 +152,9 @@ class Uno(Drafter[UnoConfig]):
 
     def roll(self, batch: TargetBatch, rollouts: Rollouts) -> Tensor:
         """Return the target's last hidden states at the noise after texts, `[B, E, H]`, read as when decoding."""
-        target, (rows, length), count = batch.target.by_modules(), batch.tokens.shape, rollouts.anchors.shape[1]
+        target = batch.target.by_modules()
+        (rows, length) = batch.tokens.shape
+        count = rollouts.anchors.shape[1]
         cache = target.new_cache(rows, length + count)
         with torch.no_grad(), own_precision(batch.tokens.device):
             target.run(batch.tokens, cache)
@@ -171,7 +175,9 @@ class UnoSession(OnePassSession, LentCacheSession):
 
     def __init__(self, drafter: Uno, target: Target, size: tuple[int, int], lent: RaggedCache | None):
         super().__init__(target, size, lent)
-        self.drafter, self.target, self.modules = drafter, target, target.by_modules()
+        self.drafter = drafter
+        self.target = target
+        self.modules = target.by_modules()
         self.linears = linear_layers(self.modules)
         self.drafts = OnePassDrafts(drafter.max_depth, drafter.name)
 

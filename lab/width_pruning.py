@@ -37,7 +37,9 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 # The text that importance is measured on.
-_ROWS, _TOKENS, _SEED = 16, 64, 0
+_ROWS = 16
+_TOKENS = 64
+_SEED = 0
 
 
 def pruned_by_width(target: Target, sizes: Mapping[str, int], token_counts: Tensor | None) -> PreTrainedModel:

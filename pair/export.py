@@ -40,7 +40,10 @@ from .comparison import newest_report
 from .manifest import ADAPTER, Figure
 from .pair import Pair
 
-LAUNCH, SERVED, README, TARGET = "launch.json", "served.json", "README.md", "target"
+LAUNCH = "launch.json"
+SERVED = "served.json"
+README = "README.md"
+TARGET = "target"
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,16 @@ from ..eval.reports.figures import Interval
 from ..eval.tuning_record import Part, SparsePart, Tuning, merged
 from ..targets.fingerprint import Fingerprint
 
-MANIFEST, RECIPE, CALIBRATION, LEARNT = "pair.json", "recipe.yaml", "calibration.jsonl", "learnt.txt"
+MANIFEST = "pair.json"
+RECIPE = "recipe.yaml"
+CALIBRATION = "calibration.jsonl"
+LEARNT = "learnt.txt"
 SIGNATURE = "pair.json.sig"
-DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
+DRAFTER = "drafter"
+TOKENIZER = "tokenizer"
+REPORTS = "reports"
+ADAPTER = "adapter"
+SUITES = "suites"
 # Raised when an earlier reader would not understand a pair. 1 was two schemas: before 2026-11-22 an identity did not
 # cover tokenizer and adapter, as that of 2 did; from 2026-11-23 it was 3, with another config.json of the drafter.
 SCHEMA_VERSION: Final = 3

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from ..recipes import Recipe
     from ..targets.images import ImageReader
 
-LEARNT, READ, NOTE = "green", "dim", "magenta"
+LEARNT = "green"
+READ = "dim"
+NOTE = "magenta"
 _LONGEST = 1500  # characters of a text that is not learnt; of longer ones the middle is left out
 
 Template = Annotated[

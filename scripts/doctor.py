@@ -108,7 +108,9 @@ def render(found: dict[str, Any], console: Console) -> None:
 
 
 def _machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    device, disk, memory = found["device"], found["disk"], found["memory"]
+    device = found["device"]
+    disk = found["disk"]
+    memory = found["memory"]
     versions = (f"{name} {number or '[red]missing[/red]'}" for name, number in found["versions"].items())
     yield "versions", "  ".join(versions)
     for gpu in device["gpus"]:

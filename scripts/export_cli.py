@@ -66,7 +66,9 @@ def export(
     )
     if made.exported.rounding:
         line += f"; rounded to {precision}, which moved them by {made.exported.rounding:.1e} of it at most"
-    command, oldest, adapter = made.launch.command, made.launch.oldest, made.launch.adapter
+    command = made.launch.command
+    oldest = made.launch.oldest
+    adapter = made.launch.adapter
     more = [] if command is None else [command]
     more += [] if oldest is None else [f"it needs {made.launch.engine} {oldest}"]
     more += [] if adapter is None else [f"requests ask for the model {adapter['name']}"]

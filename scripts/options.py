@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from ..pair import Pair
     from ..recipes import Recipe
 
-FINDING, BAD_INPUT, FAULT = 1, 2, 70  # exit codes
+FINDING = 1
+BAD_INPUT = 2
+FAULT = 70  # exit codes
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")

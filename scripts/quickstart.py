@@ -95,7 +95,9 @@ class Workplace:
     """One working folder, and what the stages find in it, loaded when it is first used."""
 
     def __init__(self, out: Path, console: Console, budget: QuickstartBudget):
-        self.out, self.console, self.budget = out, console, budget
+        self.out = out
+        self.console = console
+        self.budget = budget
         self.sizes: QuickstartSizes | None = None
         self.asked: Recipe = load_recipe(RECIPE, budget.changes(out))
 

@@ -89,7 +89,9 @@ class AttentionStore(CacheLayerMixin):
 
     def take(self, keys: Tensor, values: Tensor) -> None:
         """Keep entries in memory that the cache has allocated for all layers."""
-        self.keys, self.values, self.is_initialized = keys, values, True
+        self.keys = keys
+        self.values = values
+        self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.entries(cast(LayerShape, shape_of(key_states, value_states)))

@@ -191,7 +191,9 @@ class StoredImages:
     """
 
     def __init__(self, folder: Path, rows: Sequence[Sequence[str]], reader: ImageReader):
-        self.folder, self.rows, self.reader = folder, rows, reader
+        self.folder = folder
+        self.rows = rows
+        self.reader = reader
 
     def of(self, row: int) -> ImageInputs | None:
         """Return the images of a row as inputs; None for none. BadInputError: one is missing or was altered."""

@@ -20,14 +20,18 @@ from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError, L
 from ..common.errors import BadInputError, Refusal, reason
 from ..common.safe_load import MEGABYTE, FileLimits, Unreadable, kind_of, read_json
 
-MODEL_CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MODEL_CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
 
 # Files that libraries read beside the weights. Vocabularies are large, and read by a parser with its own limits.
 _SMALL: tuple[str, ...] = (MODEL_CONFIG, INDEX, GENERATION_CONFIG, "tokenizer_config.json", "special_tokens_map.json")
 _SMALL += ("added_tokens.json", "chat_template.json", "processor_config.json", "preprocessor_config.json")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model")
-_MAX_VOCABULARY, _MAX_ENTRIES, MAX_LAYERS = 128 * MEGABYTE, 10_000, 1000
+_MAX_VOCABULARY = 128 * MEGABYTE
+_MAX_ENTRIES = 10_000
+MAX_LAYERS = 1000
 _LIMITS = FileLimits(containers=200_000, depth=20, infinite=True)  # Mamba's configs hold an Infinity
 
 # How a model is computed is not part of its identity, and such a setting may name code of the Hub.

@@ -95,7 +95,9 @@ class Documents:
 
         `states` are the numbers of each pass's documents, and its result, `[d, t, ...]`.
         """
-        every, places, kept = list(self), [], []
+        every = list(self)
+        places = []
+        kept = []
         for numbers, given in states:
             for row, number in enumerate(numbers):
                 document = every[number]

@@ -31,7 +31,9 @@ _BLOCKS = 256  # a part for each; two per multiprocessor of a large GPU
 
 
 # The setting is the process's, and threads leave `steady_kernels` in any order: the last one restores it.
-_lock, _inside, _was_on = Lock(), 0, True
+_lock = Lock()
+_inside = 0
+_was_on = True
 
 
 @contextmanager
@@ -87,7 +89,9 @@ def split_attention(
 
     A prompt, or a pass without a mask, is left to the library's own SDPA.
     """
-    queries, shared, length = query.shape[2], key.shape[1], key.shape[2]
+    queries = query.shape[2]
+    shared = key.shape[1]
+    length = key.shape[2]
     if attention_mask is None or attention_mask.dtype == torch.bool or queries > _MOST_QUERIES or length % _ALIGNED:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     mixed = _in_parts(query, key, value, attention_mask, scaling, num_parts(len(query) * shared, length))

@@ -19,27 +19,28 @@ HOUSE = Path(__file__).parents[1]
 LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
-    "common": 3270,
-    "targets": 7130,
-    "heads": 7490,
+    "common": 3280,
+    "targets": 7150,
+    "heads": 7540,
     "formats": 4370,
-    "decode": 3960,
+    "decode": 4010,
     "recipes": 790,
-    "distill": 5220,
-    "costs": 1190,
-    "eval": 4610,
-    "train": 4450,
-    "pair": 3295,
+    "distill": 5230,
+    "costs": 1200,
+    "eval": 4630,
+    "train": 4460,
+    "pair": 3310,
     "serving": 2370,
-    "scripts": 3760,
+    "scripts": 3770,
     LAB: 9000,
 }
-OTHERS = {"tests": 52_750, "benchmarks": 4000}
+OTHERS = {"tests": 52_950, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,
     "imports inside functions, outside the command line": 26,
     "Any": 742,
+    "assignments of three values or more": 0,
 }
 # Files of ours that run in one round of an EAGLE-3 chain, and in one of its training steps. The goals are 8 and 5.
 JOURNEYS = {"a token": 15, "a training step": 5}
@@ -66,6 +67,9 @@ def habits() -> dict[str, int]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and node.id == "Any":
                 found["Any"] += 1
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                names = node.targets[0]
+                found["assignments of three values or more"] += isinstance(names, ast.Tuple) and len(names.elts) > 2
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 found["functions of more than 60 lines"] += node.end_lineno - node.lineno >= 60

@@ -352,7 +352,9 @@ class PackedBatches:
     """
 
     def __init__(self, inner: Batches, room: int = 0):
-        self.inner, self.target, self.near = inner, inner.target, inner.near
+        self.inner = inner
+        self.target = inner.target
+        self.near = inner.near
         self.room = 0 if inner.target.sharded else room
         self._kept: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = {}
 

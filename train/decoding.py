@@ -195,7 +195,9 @@ class MeasuredTau:
 
     def ready(self, drafter: Drafter, is_copy: bool = False) -> Drafter:
         """Return the drafter as it is served, in the target's dtype: a copy made in it at once, or `is_copy` itself."""
-        device, dtype, own = self.target.device, self.target.dtype, drafter
+        device = self.target.device
+        dtype = self.target.dtype
+        own = drafter
         if not is_copy:
             weights: dict[int, Any] = {
                 id(p): nn.Parameter(p.detach().to(device, dtype, copy=True), False) for p in drafter.parameters()

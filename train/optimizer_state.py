@@ -76,7 +76,9 @@ class ZeroStates:
     inside = INSIDE
 
     def __init__(self, model: nn.Module, optimizer: Any, groups: list[list[str]]):
-        self.optimizer, self.base, self.groups = optimizer, optimizer.optimizer, groups
+        self.optimizer = optimizer
+        self.base = optimizer.optimizer
+        self.groups = groups
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.is_stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
 

@@ -17,7 +17,9 @@ from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, Target
 from .drafter_init import warm_folder
 
-RECIPE, PROVENANCE, TARGET = "recipe.yaml", "provenance.json", "target.json"
+RECIPE = "recipe.yaml"
+PROVENANCE = "provenance.json"
+TARGET = "target.json"
 SCHEMA_VERSION = 2
 
 _log = logging.getLogger(__name__)

@@ -228,7 +228,8 @@ class _Training:
         measured = MeasuredTau.of(recipe, self.target)
         if (images := images_of(data, table, self.target)) is not None:
             check_images(recipe, self.target)
-        batches, prepared, packs = *self._batches(drafter, table, images), None
+        batches, prepared = self._batches(drafter, table, images)
+        packs = None
         if (packing := packing_of(recipe.training)) is not None:
             batches, packs = PackedBatches(batches, self._room()), Packs(training, packing.max_length)
             _log.info("%s", packs.summary())

@@ -86,7 +86,9 @@ class TauWatch(TrainerCallback):
     """A callback that evaluates along the way, keeps the curve, and ends the training by `until`."""
 
     def __init__(self, until: Until, tokens: Callable[[], int], evaluates: bool):
-        self.until, self.tokens, self.evaluates = until, tokens, evaluates
+        self.until = until
+        self.tokens = tokens
+        self.evaluates = evaluates
         if until.gain is not None and not evaluates:
             raise BadInputError(
                 "nothing is held out, so no evaluation shows when τ is flat; set data.holdout to 0.05, or end by "
@@ -149,7 +151,9 @@ class Clock:
     __slots__ = ("__dict__", "_shape", "_warmup_steps")  # attributes in slots are not saved
 
     def __init__(self, seconds: float, args: TrainingArguments):
-        self.seconds, self.spent, self.begun = seconds, 0.0, 0.0
+        self.seconds = seconds
+        self.spent = 0.0
+        self.begun = 0.0
         counted, specific = args.warmup_steps >= 1, cast(Any, args.lr_scheduler_kwargs)
         self._warmup_steps = float(args.warmup_steps) if counted else 0.0
         nothing = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)

@@ -23,7 +23,9 @@ from .report import Report
 from .statistics import POWER, Bootstrap
 from .tables import markdown_text
 
-PASSED, FAILED, UNDECIDED = "passed", "failed", "not enough data"
+PASSED = "passed"
+FAILED = "failed"
+UNDECIDED = "not enough data"
 _MOVING = ("dtype", "device", "seed")  # conditions that may move τ a little
 
 

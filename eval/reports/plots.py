@@ -14,7 +14,10 @@ from .figures import BatchFigures, Figures, Interval
 from .report import Report
 
 WIDTH, HEIGHT = 360, 240
-LEFT, RIGHT, TOP, BOTTOM = 40, 8, 12, 38  # margins around the area of `curves`
+LEFT = 40
+RIGHT = 8
+TOP = 12
+BOTTOM = 38  # margins around the area of `curves`
 OTHER = "cx"  # the colour of what is shown for comparison
 
 Corners = Sequence[tuple[float, float]]

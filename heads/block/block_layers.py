@@ -92,7 +92,9 @@ class TrainedBlocks:
 
     def forward(self, context: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
         """Return the last layer's output for blocks `hidden` `[R, n, S, H]` after `context` `[R, T, H]`."""
-        shape, device, starts = hidden.shape, hidden.device, anchors.starts()
+        shape = hidden.shape
+        device = hidden.device
+        starts = anchors.starts()
         every, own = torch.arange(context.shape[1], device=device)[None], anchors.places
         if anchors.documents is not None:
             every = anchors.documents.positions(device)

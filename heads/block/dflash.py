@@ -126,7 +126,10 @@ class BlockSession(OnePassSession):
 
     def __init__(self, drafter: DFlash, target: Target, cache: RaggedCache, layers: CachedBlocks):
         super().__init__(drafter.output_ids, [cache])
-        self.drafter, self.target, self.cache, self.layers = drafter, target, cache, layers
+        self.drafter = drafter
+        self.target = target
+        self.cache = cache
+        self.layers = layers
         self.head = kept_head(target, drafter.output_ids)
         self.drafts = OnePassDrafts(drafter.max_depth, drafter.name)
 

@@ -33,7 +33,9 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
-        rank, size, kind = config.markov_rank, config.hidden_size, config.markov_head
+        rank = config.markov_rank
+        size = config.hidden_size
+        kind = config.markov_head
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         self.gate_proj = nn.Linear(size + rank, rank) if kind == "gated" else None
@@ -154,7 +156,9 @@ class MarkovSession(FollowingSession):
         self.memory = states.new_zeros(len(states), 1, self.drafter.config.markov_rank)
 
     def following(self, tokens: Tensor, depths: Tensor, parents: Tensor | None) -> Tensor:
-        plain, head, code = required(self.drafts.logits, UNBEGUN), self.drafter.markov_head, self.drafter.code(tokens)
+        plain = required(self.drafts.logits, UNBEGUN)
+        head = self.drafter.markov_head
+        code = self.drafter.code(tokens)
         hidden, plain = take_positions(self.states, depths), take_positions(plain, depths)
         self.last = hidden[:, -1], code[:, -1]
         if head is None:

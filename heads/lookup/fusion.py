@@ -137,7 +137,9 @@ class FusionSession(NodeSession):
 
     def __init__(self, open_statistical: Callable[[], TextSession], model: NodeSession):
         super().__init__(model.output_ids)
-        self._open_statistical, self._statistical, self._model = open_statistical, open_statistical(), model
+        self._open_statistical = open_statistical
+        self._statistical = open_statistical()
+        self._model = model
         self._passed_over = False  # whether the text part drafts without the model in this round
         # Tokens `[1, Q]` and their hidden states `[1, Q, K, H]` that the model has not read.
         self._unread: list[tuple[Tensor, Tensor | None]] = []

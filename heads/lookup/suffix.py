@@ -92,7 +92,10 @@ class _SuffixNode:
     __slots__ = ("at", "best", "children", "count", "counted", "followed", "noted", "text", "token")
 
     def __init__(self, token: int, text: Text, at: int, noted: int):
-        self.token, self.text, self.at, self.noted = token, text, at, noted
+        self.token = token
+        self.text = text
+        self.at = at
+        self.noted = noted
         self.count, self.followed = 1, 0
         self.counted, self.children = False, _NO_CHILDREN
         self.best: _SuffixNode | None = None
@@ -132,7 +135,9 @@ class SuffixTree:
     def append(self, text: Text, token: int) -> None:
         """Append `token` to `text`, and count it."""
         text.tokens.append(token)
-        end, deepest, running = len(text.tokens), self.config.tree_depth, text.running
+        end = len(text.tokens)
+        deepest = self.config.tree_depth
+        running = text.running
         running[end - 1] = self.root
         text.running = still = {}
         self.clock = noted = self.clock + 1
@@ -160,7 +165,9 @@ class SuffixTree:
     def _open(node: _SuffixNode, depth: int) -> None:
         """Give a node that was seen once before, `depth` tokens deep, the child of that time."""
         text, at = node.text, node.at
-        node.counted, node.children, node.text = True, {}, _NO_TEXT
+        node.counted = True
+        node.children = {}
+        node.text = _NO_TEXT
         if at == len(text.tokens):  # that text has not gone on yet
             text.running[at - depth] = node
             return
@@ -212,7 +219,9 @@ class SuffixTree:
         """Return the end of the longest suffix of `tail` that something followed; None if none is long enough."""
         # A run that was seen was seen with its own suffixes, so that its length can be found by bisection.
         tail = tail[-self.config.max_match :]
-        best, low, high = None, self.config.min_match, len(tail)
+        best = None
+        low = self.config.min_match
+        high = len(tail)
         while low <= high:
             middle = (low + high + 1) // 2
             place = self._find(tail[-middle:])

@@ -282,7 +282,9 @@ def rollout_loss(
         output = roll(batch, rollouts)  # [B, T + E, H]
         drafts = RolledDrafts.of(learned[:, :0] if sure else learned, rollouts)
         weights = drafts.weights(wanted, config.decay)  # [P]
-        rows, places, drafted = drafts.rows, drafts.places + ahead, output[drafts.rows, drafts.entries]
+        rows = drafts.rows
+        places = drafts.places + ahead
+        drafted = output[drafts.rows, drafts.entries]
         loss = divergence(config.loss)
         settings = LossSettings(batch.target.lm_head, head, loss, drafter.output_ids, parameters)
         result = compare_drafts(batch, rows, places, drafted, settings, weights)

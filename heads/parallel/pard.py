@@ -150,7 +150,9 @@ class PardSession(ParallelSession):
     def __init__(self, drafter: Pard, layers: LlamaRunner, cache: RaggedCache, vocab: int, mask: int):
         # A model may have more logits than the target's.
         super().__init__(drafter, drafter.max_depth, cache, lambda states: layers.lm_head(states)[..., :vocab])
-        self.layers, self.mask, self.highest = layers, mask, drafter.runner.vocab_size - 1
+        self.layers = layers
+        self.mask = mask
+        self.highest = drafter.runner.vocab_size - 1
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.note(tokens, tokens, counts)

@@ -120,7 +120,9 @@ class PEagleSession(ParallelSession):
 
     def __init__(self, head: PEagle, target: Target, cache: RaggedCache, layers: CachedLayers):
         super().__init__(head, head.max_depth, cache, partial(head.logits, target=target))
-        self.drafter, self.target, self.layers = head, target, layers
+        self.drafter = head
+        self.target = target
+        self.layers = layers
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.note(tokens, required(hidden, "peagle: update needs the target's hidden states."), counts)

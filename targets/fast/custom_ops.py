@@ -53,7 +53,9 @@ def product(
 ) -> None:
     """Write `x` `[M, C]`, normed if there is a norm, times `weight`, plus bias, gated or added, to `out` `[M, N]`."""
     how = Tiles(*tiles)
-    tokens, width, outputs = x.shape[0], x.shape[1], out.shape[1]
+    tokens = x.shape[0]
+    width = x.shape[1]
+    outputs = out.shape[1]
     flags = {"WIDTH": width, "NORMED": norm is not None, "BIASED": bias is not None, "GATED": gated, "ADDED": added}
     blocks = {"BLOCK_N": how.outputs, "BLOCK_C": how.width, "num_warps": how.warps, "num_stages": how.stages}
     tensors = (x, weight, x if norm is None else norm, x if bias is None else bias, out)
@@ -175,7 +177,9 @@ def attend_parts(
     Returns the result `[M, heads, D]` if there is one part; else each part's mixed values
     `[B, kv_heads, P, group · Q, D]`, and the logarithms of their weights, `[B, kv_heads, P, group · Q]`.
     """
-    (rows, kv_heads), queries, size = keys.shape[:2], slots.shape[1], query.shape[2]
+    (rows, kv_heads) = keys.shape[:2]
+    queries = slots.shape[1]
+    size = query.shape[2]
     group = query.shape[1] // kv_heads
     out, mixed, sums = _made(query, rows, kv_heads, parts)
     tree = sees is not None

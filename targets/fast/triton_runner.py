@@ -130,7 +130,9 @@ class TritonRunner:
 
     def _layer(self, layer: int, hidden: Tensor, cache: RaggedCache) -> None:
         """Run one layer on `hidden` `[M, H]`, in place."""
-        heads, store, placed = self.heads[layer], cache.layers[layer], cache.placed
+        heads = self.heads[layer]
+        store = cache.layers[layer]
+        placed = cache.placed
         assert isinstance(store, AttentionStore)
         keys, values = store.entries(heads.kept)
         rotary, multiply = self.body.rotary_emb, self.matmuls.multiply

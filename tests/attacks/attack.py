@@ -23,7 +23,9 @@ from world import Attempt, copied, make_world
 
 def attack(attempts: list[Attempt], world: Path, folder: Path) -> dict[str, Any]:
     """Make every attempt; return counts, and what ran or ended as no command may."""
-    ran, odd, codes = [], [], Counter[int]()
+    ran = []
+    odd = []
+    codes = Counter[int]()
     most = {"cpu": 0.0, "seconds": 0.0, "gigabytes": 0.0}
     for attempt in attempts:
         copied(world, folder)

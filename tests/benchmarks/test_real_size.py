@@ -24,7 +24,9 @@ def test_a_whole_measurement(tiny_llama):
     target.pack()
     packed, target.packed = target.packed, None
     arguments = Namespace(depths=[2], width=2, nodes=4, context=8, cost_repeats=1, cost_turns=1)
-    arguments.drafter, arguments.max_new_tokens, arguments.overhead_prompts = ["ngram"], 6, 1
+    arguments.drafter = ["ngram"]
+    arguments.max_new_tokens = 6
+    arguments.overhead_prompts = 1
     kinds = dict(zip(WEIGHTS, (None, packed), strict=True))
     contestants = real_size.entrants(drafters, arguments)
     assert [c.name for c in contestants] == ["plain", "own, depth 2", "own, 4 nodes", "ngram, depth 2"]

@@ -81,7 +81,9 @@ def test_a_bar_shows_names_that_look_like_markup() -> None:
 
 def test_logs_and_complaints_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
-    handlers, level, own = root.handlers[:], root.level, logging.getLogger("outrider").level
+    handlers = root.handlers[:]
+    level = root.level
+    own = logging.getLogger("outrider").level
     root.handlers.clear()
     try:
         log_to_stderr()

@@ -64,7 +64,9 @@ def test_every_depth_is_drafted_by_every_drafter(target, tiny_llama, batch, monk
 def test_what_is_timed_follows_a_round_of_the_same_depth(target, monkeypatch):
     """A drafter reads what it was given when it begins: as much as a round of that depth leaves it."""
     head = Eagle3.build(Eagle3Config(), target)
-    given, timed, opened = [], [], head.open
+    given = []
+    timed = []
+    opened = head.open
 
     def spied(*sizes: Any) -> Session:
         session = opened(*sizes)

@@ -81,7 +81,10 @@ class Scripted(Drafter):
 
 class ScriptedSession(TextSession):
     def __init__(self, drafts: Callable[[int, int, int, int], list[int]], batch_size: int):
-        self.drafts, self.rows, self.known, self.number = drafts, list(range(batch_size)), [0] * batch_size, 0
+        self.drafts = drafts
+        self.rows = list(range(batch_size))
+        self.known = [0] * batch_size
+        self.number = 0
 
     def update(self, tokens, hidden, counts, path=None):
         self.known = [n + c for n, c in zip(self.known, counts.values, strict=True)]

@@ -28,7 +28,9 @@ def logits_along(target: Target, prompt: Sequence[int], text: Sequence[int], fir
     The prompt is read in one pass, then `first` tokens in one, then `width` in each.
     """
     tokens, found = torch.tensor([[*prompt, *text[:-1]]]), []
-    cache, done, size = target.new_cache(1, tokens.shape[1]), 0, len(prompt)
+    cache = target.new_cache(1, tokens.shape[1])
+    done = 0
+    size = len(prompt)
     while done < tokens.shape[1]:
         new = tokens[:, done : done + size]
         out = target.forward(new, cache)

@@ -148,7 +148,10 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(
 
     (Lookahead remembers more.) Of all tokens a wrong one in the state shows; of few, drafts are kept.
     """
-    drafter, draft, generator, rounds = make(name), stage.draft, torch.Generator().manual_seed(4), []
+    drafter = make(name)
+    draft = stage.draft
+    generator = torch.Generator().manual_seed(4)
+    rounds = []
     if static and drafter.abilities.from_text:
         pytest.skip("the host proposes, by the same session; test_static.py holds its rounds to these")
 
@@ -252,11 +255,16 @@ def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkey
     A found token x promises p(x), siblings the sum of theirs, and what a cascade's model drew Σ min(p, q). It holds in
     sum, and weighted by what was promised.
     """
-    promised, kept, sampling, honest = [], [], Sampling(1.0, seed=5), stage.judge
+    promised = []
+    kept = []
+    sampling = Sampling(1.0, seed=5)
+    honest = stage.judge
 
     def watched(setup, state, draft, logits, keys):
         verdict, best = honest(setup, state, draft, logits, keys)
-        proposal, draft_probs, accepted = draft.proposal, draft.probs, verdict.accepted
+        proposal = draft.proposal
+        draft_probs = draft.probs
+        accepted = verdict.accepted
         p = probabilities(logits, sampling)
         if proposal.parents is not None:  # the first level of a tree
             drafts = proposal.real & (proposal.parents == -1)

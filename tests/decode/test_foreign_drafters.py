@@ -50,7 +50,9 @@ class Foreign(Drafter):
 
     def __init__(self, make: Callable[[], Session], abilities: Abilities, taps: tuple[int, ...] = ()):
         super().__init__(DrafterConfig())
-        self.make, self._abilities, self._taps = make, abilities, taps
+        self.make = make
+        self._abilities = abilities
+        self._taps = taps
 
     @property
     def abilities(self) -> Abilities:

@@ -79,7 +79,9 @@ def reference(target: Target, drafter: Drafter, plan: Plan, sampling: Sampling, 
 @torch.inference_mode()
 def test_the_engine_writes_the_references_text_in_the_same_rounds(name, shape, sampling, make, target):
     """Alone and in a batch: the tokens, and how many drafts were verified and accepted in each round."""
-    drafter, plan, sampling = make(name), PLANS[shape], SAMPLINGS[sampling]
+    drafter = make(name)
+    plan = PLANS[shape]
+    sampling = SAMPLINGS[sampling]
     out = Decoder(target, drafter).generate(PROMPTS[:2], NEW, sampling, plan)
     for row in (0, 1):
         tokens, rounds = reference(target, drafter, plan, sampling, row).generate(PROMPTS[row], NEW)

@@ -223,7 +223,9 @@ def enumerate_round(rule: Rule, trees: Trees, steps: int = 46) -> Outcomes:
     # is enough.
     keys, which = torch.unique(rows * (size + 1) + place, return_inverse=True)
     case = torch.empty_like(keys).scatter(0, which, torch.arange(len(which)))
-    rows, path, accept = rows[case], path[case], accept[case]
+    rows = rows[case]
+    path = path[case]
+    accept = accept[case]
     texts = [
         [tokens[node] for node in nodes if node >= 0]
         for tokens, nodes in zip(trees.tokens[rows].tolist(), path.tolist(), strict=True)
@@ -577,7 +579,9 @@ def texts_by_matching(
     uniforms = torch.nn.functional.pad(grid(length), (0, depth + 1), value=0.5)
     rows, above = torch.arange(len(uniforms)), torch.tensor(parents).expand(len(uniforms), -1)
     text = torch.full((len(uniforms), length + depth + 1), -1)
-    done, accepted, proposed = torch.zeros_like(rows), torch.zeros_like(rows), set()
+    done = torch.zeros_like(rows)
+    accepted = torch.zeros_like(rows)
+    proposed = set()
     while int(done.min()) < length:
         last = text[rows, (done - 1).clamp(min=0)]
         here = uniforms.gather(1, (done[:, None] + torch.arange(depth + 1)).clamp(max=uniforms.shape[1] - 1))
@@ -1275,7 +1279,10 @@ LEAST = {
 def biased(name: str, laws: tuple[Change, Change, Change, Change]) -> float:
     """How far one round's text is from what it should follow."""
     target, drafter = SOURCES["three symbols"]
-    wanted, p, drawn, q = laws[0](target), laws[1](target), laws[2](drafter), laws[3](drafter)
+    wanted = laws[0](target)
+    p = laws[1](target)
+    drawn = laws[2](drafter)
+    q = laws[3](drafter)
     shape = [-1, 0] if name in CHAIN_RULES else [-1, 0, 0, -1]
     return bias(SAMPLED[name], Trees.drawn(shape, wanted, drawn).told(p, q), wanted)
 

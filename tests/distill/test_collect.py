@@ -27,7 +27,9 @@ from outrider.targets import Target
 
 from .conftest import Rows, Tokenizer, assistant, plain, read_prompts, user
 
-U, A, S = user("u"), assistant("a"), {"role": "system", "content": "s"}
+U = user("u")
+A = assistant("a")
+S = {"role": "system", "content": "s"}
 HELLO = "<|user|>hello<|end|><|assistant|>"
 
 

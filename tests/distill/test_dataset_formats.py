@@ -13,7 +13,9 @@ from outrider.distill.recipe_prompts import PromptReading, collect
 
 from .conftest import Tokenizer, assistant, user, write_rows
 
-U, A, S = user("u"), assistant("a"), {"role": "system", "content": "s"}
+U = user("u")
+A = assistant("a")
+S = {"role": "system", "content": "s"}
 GPT = [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]
 CALL = {"type": "function", "function": {"name": "ls", "arguments": '{"path": "."}'}}
 

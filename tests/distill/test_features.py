@@ -325,7 +325,9 @@ def test_what_a_killed_build_has_finished_is_kept_also_by_two_processes(
     tmp_path: Path, together: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed when it has begun the fourth shard."""
-    compute, begun, cut = FeatureStoreBuilder._compute, [], tmp_path / "cut"
+    compute = FeatureStoreBuilder._compute
+    begun = []
+    cut = tmp_path / "cut"
 
     def counted(self: FeatureStoreBuilder, shard: int) -> None:
         begun.append(shard)

@@ -70,7 +70,9 @@ def test_of_a_server_of_texts_only_what_is_certain_is_kept(place: Place, start_s
     target = Target.load("embedded", dtype="float32", device="cpu")
     server = start_server(target=target, ids=False)
     folder = distill(place.recipe("served", server), target)
-    counts, kept, own = provenance(folder)["counts"], rows(folder), rows(distill(place.recipe("own"), target))
+    counts = provenance(folder)["counts"]
+    kept = rows(folder)
+    own = rows(distill(place.recipe("own"), target))
     dropped = counts.get("other_tokens_responses", 0) + counts.get("unreadable_text_responses", 0)
     assert len(kept) == len(TEXTS) - dropped > 0.7 * len(TEXTS)
     assert all(row in own for row in kept)

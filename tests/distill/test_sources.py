@@ -245,7 +245,9 @@ def test_files_have_no_revision(tmp_path: Path) -> None:
 
 
 def test_a_reservoir_draws_every_row_equally_often(tmp_path: Path) -> None:
-    file, drawn, draws = write_rows(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(12)]), Counter[int](), 2000
+    file = write_rows(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(12)])
+    drawn = Counter[int]()
+    draws = 2000
     for seed in range(draws):
         sample = Reservoir(SourceSpec(path=file), 3, random.Random(seed), str, tmp_path)
         numbers = [number for number, _ in sample.rows(shuffled=True)]

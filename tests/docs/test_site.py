@@ -41,7 +41,9 @@ class Links(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.links, self.loaded, self.places = set[str](), set[str](), set[str]()
+        self.links = set[str]()
+        self.loaded = set[str]()
+        self.places = set[str]()
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

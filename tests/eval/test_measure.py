@@ -33,7 +33,9 @@ class Fake:
     """Notes its turns; every run takes the seconds it is given."""
 
     def __init__(self, name: str, turns: list[tuple[str, str]], seconds: list[float] | None = None):
-        self.name, self.turns, self.seconds = name, turns, list(seconds or [])
+        self.name = name
+        self.turns = turns
+        self.seconds = list(seconds or [])
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         self.turns.append((job.prompt.id, self.name))

@@ -237,7 +237,9 @@ def raced(plan: Plan, seconds: float, noise: float = 0.0) -> MeasuredOption:
     )
 
 
-PLAIN, CHAIN, SHALLOW = raced(Plan(0), 1.0), raced(Plan(4), 0.6), raced(Plan(1), 0.8)
+PLAIN = raced(Plan(0), 1.0)
+CHAIN = raced(Plan(4), 0.6)
+SHALLOW = raced(Plan(1), 0.8)
 TREE = Plan(tree=Tree((-1, -1, 0)))
 CONTROLLED = Plan(6, control=Control(Costs(((0, 0.01),)), (0.5,)))
 

@@ -69,7 +69,9 @@ def silent_windows(config: Config) -> None:
     del config["sliding_window_non_causal"]
 
 
-OURS, THEIRS, OWN = "aux_hidden_state_layer_ids", "target_layer_ids", "dflash_config"
+OURS = "aux_hidden_state_layer_ids"
+THEIRS = "target_layer_ids"
+OWN = "dflash_config"
 LAYER = "transformer_layer_config"
 MIXED = ["sliding_attention", "full_attention"]
 FAULTS: list[tuple[str, str, str, Callable[[Config], Any], str]] = [

@@ -22,7 +22,13 @@ from outrider.targets import Target
 
 from ..closeness import assert_same
 
-VOCAB, KEPT, H, HEADS, KV_HEADS, D, INNER = 64, 20, 32, 4, 2, 8, 24
+VOCAB = 64
+KEPT = 20
+H = 32
+HEADS = 4
+KV_HEADS = 2
+D = 8
+INNER = 24
 TAPS, STEPS = (1, 3, 5), 3
 
 

@@ -65,7 +65,9 @@ def said(settings: dict[str, object]) -> str:
 
 
 def row(to: str, kind: str, target: Target) -> str:
-    layout, served, refused = LAYOUTS[to][kind], [], []
+    layout = LAYOUTS[to][kind]
+    served = []
+    refused = []
     for settings in UNUSUAL[kind]:
         _, config = drafter_config({"type": kind} | PLAIN.get(kind, {}) | settings)
         lacks = layout.lacks(config, target.num_layers)

@@ -40,7 +40,9 @@ def make_guard(folder: Path) -> None:
         return
     if shutil.which("g++") is None:
         pytest.skip("needs g++, or a CUDA build of torch")
-    source, library, torch_folder = folder / "guard.cpp", folder / "guard.so", Path(torch.__file__).parent
+    source = folder / "guard.cpp"
+    library = folder / "guard.so"
+    torch_folder = Path(torch.__file__).parent
     source.write_text(_GUARD)
     flags = ["-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}"]
     subprocess.run(["g++", *flags, source, "-o", library, f"-L{torch_folder / 'lib'}", "-lc10"], check=True)

@@ -141,7 +141,9 @@ def told_from_text(
     prompts = [sequences(1, n, vocab)[0].tolist() for n in (3, 6, 9)]
     out = Decoder(target, drafter).generate(prompts, new, few(written), Plan(depth), ignore_eos=True)
     for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
-        tokens, place, told = torch.tensor([prompt + text]), len(prompt), []
+        tokens = torch.tensor([prompt + text])
+        place = len(prompt)
+        told = []
         for one in rounds:
             there = tokens[0, place + 1 : place + 1 + depth]
             right = predict(tokens, place)[: len(there)] == there
@@ -200,7 +202,9 @@ def assert_reads_up_to(
 
     `whole`: the last `last` depend on hidden states, too.
     """
-    before, at, length = unroll(tokens, hidden), 9, tokens.shape[1]
+    before = unroll(tokens, hidden)
+    at = 9
+    length = tokens.shape[1]
     other, moved = tokens.clone(), hidden.clone()
     other[0, at] = (other[0, at] + 1) % VOCAB
     moved[0, at] += 1
@@ -235,8 +239,12 @@ def loss_by_loops(
 
     `block_logits(target, drafter, tokens, row, place)`: a block's logits by either score, `[k, V']` each.
     """
-    config, target_logits, kept = drafter.config, target.model(tokens).logits, drafter.token_ids
-    total, learned, dropped = 0.0, 0, 0
+    config = drafter.config
+    target_logits = target.model(tokens).logits
+    kept = drafter.token_ids
+    total = 0.0
+    learned = 0
+    dropped = 0
     for row, begin, end in _ANSWERS:
         sums = weights = 0.0
         for a in range(begin, end - 1):

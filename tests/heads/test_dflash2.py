@@ -62,7 +62,9 @@ def block_logits(target: Target, drafter: DFlash2, tokens: Tensor, row: int, pla
 
 @both_precisions
 def test_logits_in_training_are_the_decoders(target, drafter):
-    tokens, starts, depth = sequences(3, LENGTH), [[1, 4, 9], [5, 6, 12], [2, 7, 15]], 5
+    tokens = sequences(3, LENGTH)
+    starts = [[1, 4, 9], [5, 6, 12], [2, 7, 15]]
+    depth = 5
     trained = [[block_logits(target, drafter, tokens, row, place)[1] for place in starts[row]] for row in range(3)]
     assert_rounds_have(lambda number, row, d: trained[row][number][d], drafter, target, tokens, starts, depth)
 

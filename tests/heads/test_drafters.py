@@ -354,7 +354,9 @@ def test_one_node_alone_sees_its_path_only(name, target, tiny_llama):
     """Batch 1, a pass that reads a single node: the easy case in which a chain needs no mask."""
     torch.manual_seed(3)
     drafter = MAKERS[name](target, tiny_llama)
-    state, chain, root = opened(drafter, target, PROMPTS[:1]), opened(drafter, target, PROMPTS[:1]), torch.tensor([7])
+    state = opened(drafter, target, PROMPTS[:1])
+    chain = opened(drafter, target, PROMPTS[:1])
+    root = torch.tensor([7])
     state.prefill(root), chain.prefill(root)
     state.decode(torch.tensor([[11, 12]]), torch.tensor([[-1, -1]]))
     found = state.decode(torch.tensor([[13]]), torch.tensor([[1]]))

@@ -53,7 +53,9 @@ def block_logits(target: Target, drafter: DSpark, tokens: Tensor, row: int, plac
 
 @both_precisions
 def test_logits_in_training_are_the_decoders(target, drafter):
-    tokens, starts, depth = sequences(3, LENGTH), [[1, 4, 9], [5, 6, 12], [2, 7, 15]], 5
+    tokens = sequences(3, LENGTH)
+    starts = [[1, 4, 9], [5, 6, 12], [2, 7, 15]]
+    depth = 5
     trained = [[block_logits(target, drafter, tokens, row, place) for place in starts[row]] for row in range(3)]
     assert_rounds_have(lambda number, row, d: trained[row][number][d], drafter, target, tokens, starts, depth)
 
@@ -65,7 +67,9 @@ def test_the_loss_is_the_papers(target, drafter):
     tokens, supervised = sequences(2, 14), torch.zeros(2, 14, dtype=torch.bool)
     supervised[0, 5:12] = supervised[1, 3:8] = True
     found = drafter.loss(batch(target, drafter, tokens, supervised))
-    target_logits, kept, total = target.model(tokens).logits, drafter.token_ids, 0.0
+    target_logits = target.model(tokens).logits
+    kept = drafter.token_ids
+    total = 0.0
     for row, begin, end in ((0, 5, 12), (1, 3, 8)):
         sums = weights = 0.0
         for a, j in product(range(begin, end - 1), range(1, 6)):

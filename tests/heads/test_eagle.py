@@ -338,7 +338,10 @@ def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, loss, promp
     supervised[0, prompt + 4 :] = True
     supervised[1, prompt + 1 : prompt + 6] = True
     data = batch(target, drafter, tokens, supervised)
-    result, kept, total, alphas = drafter.loss(data), drafter.token_ids, 0.0, {}
+    result = drafter.loss(data)
+    kept = drafter.token_ids
+    total = 0.0
+    alphas = {}
     target_logits = target.model(tokens).logits
     outputs = drafter.unroll(target, tokens, data.hidden)
     for step, row, t in product(range(3), range(2), range(9 + prompt)):

@@ -104,7 +104,9 @@ def drafted(
 def test_after_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(target, model):
     """Under processors, too: a penalty, or a bad word, asks which tokens were drafted before."""
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
-    texts, roots, found = [REPEATED, FRESH], [1, 40], [2, 3, 4]
+    texts = [REPEATED, FRESH]
+    roots = [1, 40]
+    found = [2, 3, 4]
     state = opened(model, target, [REPEATED])
     logits = state.prefill(torch.tensor([1]))
     for token in found:

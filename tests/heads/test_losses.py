@@ -265,7 +265,9 @@ LOSSES = [*DIVERGENCES, HARD, {"soft_ce": 0.1}, {"soft_ce": 1.0, HARD: 0.5}, {"s
 def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
     """Against plain autograd on `[S, P, V]`, for any chunk; with weights, and a gradient that comes from above."""
     target_head, draft_head = heads(kept)
-    target_hidden, start, weights = torch.randn(23, 5), torch.randn(3, 23, 4), torch.rand(3, 23)
+    target_hidden = torch.randn(23, 5)
+    start = torch.randn(3, 23, 4)
+    weights = torch.rand(3, 23)
     following = torch.arange(23) % 12
     wanted = start.clone().requires_grad_()
     log_q = draft_head(wanted).log_softmax(-1)
@@ -320,7 +322,9 @@ def test_steps_may_have_heads_of_their_own():
     """The same as each step compared alone; every head gets its own step's gradient."""
     target_head, _ = heads(None)
     own = [torch.nn.Linear(4, 12) for _ in range(3)]
-    target_hidden, start, weights = torch.randn(9, 5), torch.randn(3, 9, 4), torch.rand(3, 9)
+    target_hidden = torch.randn(9, 5)
+    start = torch.randn(3, 9, 4)
+    weights = torch.rand(3, 9)
     parameters = [p for head in own for p in head.parameters()]
     hidden = start.clone().requires_grad_()
     together = compared((target_hidden, hidden), (target_head, own), "tv", chunk=4, weights=weights)
@@ -421,7 +425,9 @@ def test_alpha_is_one_minus_total_variation():
 @both_precisions
 def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
     """p = (.5, .3, .2), q on the last two symbols = (.6, .4): alpha = .3 + .2; the loss renormalises p to (.6, .4)."""
-    p, kept, plain = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([1, 2]), (lambda x: x, lambda x: x)
+    p = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    kept = torch.tensor([1, 2])
+    plain = (lambda x: x, lambda x: x)
     result = compared((p, torch.tensor([[0.6, 0.4]]).log()), plain, "forward_kl", kept=kept)
     assert_same(result.alpha, [0.5], SMALL)
     assert_same(result.loss, [0.0], SMALL, scale=1.0)
@@ -435,7 +441,9 @@ def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
 def test_a_loss_that_kernels_have_is_theirs(monkeypatch, have_it):
     """They are asked on devices that have them alone."""
     asked: list[tuple] = []
-    reference, draft_logits, loss = TargetDistribution.of(logits(P)), logits(Q), divergence("tv")
+    reference = TargetDistribution.of(logits(P))
+    draft_logits = logits(Q)
+    loss = divergence("tv")
     usual = compare(reference, draft_logits, loss)
     monkeypatch.setattr(losses, "plugin", lambda *_: lambda *given: asked.append(given) or (given if have_it else None))
     assert_same(compare(reference, draft_logits, loss), usual)
@@ -489,7 +497,9 @@ def test_metrics_by_depth_follow_each_chain_from_its_start():
     wanted = torch.tensor([[True, True, False, True], [False, True, True, True]])
     here = torch.tensor([[True] * 6, [False, True, True, True, False, True]])
     numbers = torch.arange(1.0, 13.0).view(2, 6) / 12
-    alpha, loss, top1 = numbers, 10 + numbers, 1 - numbers
+    alpha = numbers
+    loss = 10 + numbers
+    top1 = 1 - numbers
     found = metrics_by_depth(PositionLosses(loss.sum(), loss, alpha, top1), wanted, here)
     values = {name: [part.item() for part in pair] for name, pair in found.items()}
     # The tokens stand at (0, 0), (0, 1), (0, 3), (1, 1), (1, 2), (1, 3). Chains of two start at (0, 0) and at (1, 2).

@@ -126,8 +126,12 @@ def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, kind, varia
     supervised = torch.zeros_like(tokens, dtype=torch.bool)
     supervised[0, 4:] = True
     supervised[1, 1:6] = True
-    result, kept, total = drafter.loss(batch(target, drafter, tokens, supervised)), drafter.token_ids, 0.0
-    target_logits, losses, alphas = target.model(tokens).logits, [], {}
+    result = drafter.loss(batch(target, drafter, tokens, supervised))
+    kept = drafter.token_ids
+    total = 0.0
+    target_logits = target.model(tokens).logits
+    losses = []
+    alphas = {}
     for k, row, t in product(range(1, drafter.config.num_heads + 1), range(2), range(11)):
         predicted = t + 1 + k
         if predicted < 11 and supervised[row, predicted]:

@@ -137,8 +137,12 @@ def test_the_loss_is_a_weighted_mean_over_depths_of_sums_over_supervised_positio
     supervised[0, prompt + 4 :] = True
     supervised[1, prompt + 1 : prompt + 6] = True
     data = batch(target, drafter, tokens, supervised)
-    result, kept, steps = drafter.loss(data), drafter.token_ids, drafter.config.num_outputs
-    target_logits, total, alphas = target.model(tokens).logits, 0.0, {}
+    result = drafter.loss(data)
+    kept = drafter.token_ids
+    steps = drafter.config.num_outputs
+    target_logits = target.model(tokens).logits
+    total = 0.0
+    alphas = {}
     outputs = drafter.unroll(target, tokens, data.last)
     weights = [0.5**k / sum(0.5**j for j in range(steps)) for k in range(steps)]
     for step, row, i in product(range(steps), range(2), range(9 + prompt)):

@@ -49,7 +49,9 @@ def drafter(request, target) -> PEagle:
 @both_precisions
 def test_logits_in_training_are_the_decoders(target, drafter):
     """All rollouts of all places in one pass, in several parts, against ragged rounds that begin there; fp32."""
-    tokens, starts, steps = sequences(3, LENGTH), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]], drafter.max_depth
+    tokens = sequences(3, LENGTH)
+    starts = [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]]
+    steps = drafter.max_depth
     data, masks = batch(target, drafter, tokens), every(LENGTH, steps)
     rollouts = rolled(masks, 3, 3 * max(1, steps - 1))
     assert len(rollouts.parts) == -(-len(masks) // rollouts.size)

@@ -118,7 +118,9 @@ def test_training_logits_are_the_decoders(architecture):
 
 @both_precisions
 def test_without_a_lent_cache_it_keeps_one_of_its_own_and_drafts_the_same(target):
-    drafter, tokens, roots = build(target), sequences(3, 12), torch.tensor([5, 6, 7])
+    drafter = build(target)
+    tokens = sequences(3, 12)
+    roots = torch.tensor([5, 6, 7])
     counts = RowLengths.of([12, 7, 1], "cpu")
     cache = target.new_cache(3, 20)
     target.forward(tokens, cache)

@@ -116,7 +116,10 @@ class Counted:
     """The counts by looking through all texts each time: which tokens followed a context, and when each last did."""
 
     def __init__(self, config: SuffixConfig):
-        self.config, self.places, self.times, self.texts = config, [], {}, []
+        self.config = config
+        self.places = []
+        self.times = {}
+        self.texts = []
 
     def append(self, text: int, token: int) -> None:
         while len(self.texts) <= text:
@@ -199,7 +202,10 @@ def test_proposals_equal_those_of_counting(config, letters):
 def test_proposals_equal_those_of_counting_after_tokens_were_dropped(limit):
     """One long text: the history knows its last tokens and nothing else."""
     config = SuffixConfig(4, 1, 6, 3.0, max_tokens=limit)
-    random_, counted, history, text = random.Random(limit), Counted(config), History(config), Text()
+    random_ = random.Random(limit)
+    counted = Counted(config)
+    history = History(config)
+    text = Text()
     for i in range(120):
         token = random_.randrange(3) if i % 40 < 25 else i % 2
         counted.append(0, token)
@@ -215,7 +221,9 @@ def test_proposals_equal_those_of_counting_after_tokens_were_dropped(limit):
 def test_texts_that_grow_at_once_are_counted_right(letters, limit):
     """The history's case: rows append in turns, texts begin and end, tokens are dropped."""
     config = SuffixConfig(3, 1, 5, max_tokens=limit)
-    random_, counted, history = random.Random(letters * limit), Counted(config), History(config)
+    random_ = random.Random(letters * limit)
+    counted = Counted(config)
+    history = History(config)
     texts = [Text() for _ in range(12)]
     for i in range(200):
         number = i // 30 + random_.randrange(4)
@@ -241,7 +249,9 @@ def nodes_of(tree: SuffixTree) -> list:
 def test_a_history_holds_no_more_than_it_was_given_room_for():
     """Nodes are bounded by tokens times depth, and a text of which nothing is remembered is not held."""
     config = SuffixConfig(4, 1, 6, max_tokens=50)
-    random_, history, sizes = random.Random(0), History(config), []
+    random_ = random.Random(0)
+    history = History(config)
+    sizes = []
     for _ in range(300):
         text = Text()
         for _ in range(random_.randrange(1, 12)):

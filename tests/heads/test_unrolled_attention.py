@@ -21,7 +21,10 @@ from outrider.targets.sequence_packing import Documents
 from ..closeness import assert_same, both_precisions
 from .conftest import made
 
-ROWS, HEADS, LENGTH, SIZE = 3, 2, 70, 8
+ROWS = 3
+HEADS = 2
+LENGTH = 70
+SIZE = 8
 BEGINS = {
     "from the start": (0, 0, 0),
     "after a common part": (9, 9, 9),

@@ -32,7 +32,9 @@ def first_alarm(
     baseline: NormalDrafting, chart: Chart, generator: np.random.Generator, rate: float, windows: int, at_once: int = 1
 ) -> int:
     """Return the number of windows, of `at_once` usual ones each, until an alarm on traffic of prompts; 0 for none."""
-    sums, rounds, accepted = CusumState(), 0.0, 0.0
+    sums = CusumState()
+    rounds = 0.0
+    accepted = 0.0
     number = 0
     while number < windows:
         for n, a in zip(*prompts(generator, 20, rate), strict=True):
@@ -67,7 +69,9 @@ def test_quiet_traffic_raises_alarms_as_seldom_as_promised(learned_from, quiet, 
 
 
 def test_a_fall_is_found_after_about_as_many_rounds_as_stated():
-    limits, delays, stated = WatchLimits(window=100), [], 0.0
+    limits = WatchLimits(window=100)
+    delays = []
+    stated = 0.0
     for seed in range(40):
         generator = np.random.default_rng(seed)
         baseline, chart = calibrated(generator, limits)

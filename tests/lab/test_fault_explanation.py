@@ -37,7 +37,9 @@ IDS, NEVER = "d2t, which holds ids instead of offsets", "weights that were never
 
 
 def test_candidates_are_told_apart_as_far_as_the_counts_do():
-    wrong, other, nothing = drafted(WEAK, 2), drafted(WEAK, 3), drafted((-1.0,) * DEPTH, 2)
+    wrong = drafted(WEAK, 2)
+    other = drafted(WEAK, 3)
+    nothing = drafted((-1.0,) * DEPTH, 2)
     tried = {"taps - 1": other, "norm_output": wrong}
     assert together_of(wrong, tried) == [NORM]
     assert together_of(nearly(wrong, 12), tried) == [NORM], "a near-tie in two prompts"

@@ -12,7 +12,9 @@ from ..scripts.conftest import Command, answer, succeeded
 
 
 def test_the_answers_about_a_tuned_pair(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
-    taps, run, pair = "drafter.taps=[1,3,5]", tmp_path / "run", tmp_path / "pair"
+    taps = "drafter.taps=[1,3,5]"
+    run = tmp_path / "run"
+    pair = tmp_path / "pair"
     for verb in (("train",), ("eval",), ("pair", "new", pair)):
         succeeded(outrider(*verb, recipe_file, taps))
     succeeded(outrider("tune", pair, "--limit", 2, "--batch", 1, "--batch", 2, "--max-new-tokens", 4))

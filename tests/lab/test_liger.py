@@ -208,7 +208,9 @@ def test_a_training_step_is_that_of_torch(kernels, monkeypatch, name, kept):
     settings = LossSettings(target_head, draft_head, divergence(name), kept, list(draft_head.parameters()), chunk=4)
     for positions in (11, 0):
         target_hidden, start = torch.randn(positions, 5, device=DEVICE), torch.randn(3, positions, 4, device=DEVICE)
-        weights, following, both = torch.rand(3, positions, device=DEVICE), torch.arange(positions, device=DEVICE), []
+        weights = torch.rand(3, positions, device=DEVICE)
+        following = torch.arange(positions, device=DEVICE)
+        both = []
         for kinds in ({DEVICE}, set()):
             monkeypatch.setattr(losses, "KERNEL_DEVICES", kinds)
             hidden = start.clone().requires_grad_()
@@ -240,7 +242,9 @@ def test_interpreted_on_a_cpu_the_kernels_compute_what_torch_does():
 @pytest.mark.parametrize("name", SERVED, ids=str)
 def test_a_large_vocabulary_takes_no_more_memory_than_by_torch(kernels, monkeypatch, name, dtype, kept):
     """512 positions of 151,936 symbols, or of 32,000 that are left of them; the same values and gradients."""
-    kept, peaks, both = None if kept is None else torch.arange(32_000, device=DEVICE) * 4, {}, {}
+    kept = None if kept is None else torch.arange(32_000, device=DEVICE) * 4
+    peaks = {}
+    both = {}
     for kinds in ((), (DEVICE,)):
         monkeypatch.setattr(losses, "KERNEL_DEVICES", kinds)
         for _ in range(2):  # the first time is that of compilers and trials

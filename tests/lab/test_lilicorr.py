@@ -81,7 +81,9 @@ def likely_text(target: Target, drafter: LiLiCorr, tokens: Tensor, row: int, pla
 @both_precisions
 def test_logits_in_training_are_the_decoders(target, drafter):
     """In texts of candidates, and of other tokens, which pass for the first candidate."""
-    tokens, starts, depth = sequences(3, LENGTH), [[1, 6, 11], [5, 10, 16], [2, 7, 15]], 5
+    tokens = sequences(3, LENGTH)
+    starts = [[1, 6, 11], [5, 10, 16], [2, 7, 15]]
+    depth = 5
     for row in range(3):
         likely_text(target, drafter, tokens, row, starts[row][row])
     trained = [[block_logits(target, drafter, tokens, row, place)[1] for place in starts[row]] for row in range(3)]
@@ -168,7 +170,9 @@ def test_drafts_are_candidates_alone(target, plan, monkeypatch):
 @both_precisions
 def test_anchors_are_each_rows_own_and_stay_with_it(target):
     """Rows of different lengths, read at once or in parts, and in another order."""
-    drafter, texts, root = made(target), [[1, 2, 3, 4], [5, 6], [7, 8, 9]], torch.tensor([10, 11, 12])
+    drafter = made(target)
+    texts = [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
+    root = torch.tensor([10, 11, 12])
     alone = [opened(drafter, target, [text]).prefill(root[i : i + 1]) for i, text in enumerate(texts)]
     session = opened(drafter, target, texts)
     assert_same(session.prefill(root), torch.cat(alone))

@@ -71,7 +71,9 @@ class Literal:
 
     def step(self) -> int:
         """A round; how many drafts it accepted."""
-        size, window, level = self.config.ngram, self.config.window, len(self.past) - 1
+        size = self.config.ngram
+        window = self.config.window
+        level = len(self.past) - 1
         last = self.text[-1]
         columns = range(1, len(self.past[0]) + 1) if level == 0 else range(len(self.past[level]))
         new = [self.next_token(self.path(level, column)) for column in columns]
@@ -104,7 +106,9 @@ class Literal:
 @torch.inference_mode()
 def test_windows_pools_and_accepted_drafts_are_those_of_the_papers_iteration(target, seen, window, ngram, guesses):
     """Round for round, in a batch of two texts of different lengths."""
-    config, prompts, length = LookaheadConfig(window, ngram, guesses, from_text=False), [PROMPT, [8]], 32
+    config = LookaheadConfig(window, ngram, guesses, from_text=False)
+    prompts = [PROMPT, [8]]
+    length = 32
     out = Decoder(target, Lookahead(config)).generate(prompts, length, plan=Plan(ngram - 1), ignore_eos=True)
     for row, prompt in enumerate(prompts):
         literal = Literal(target, [*prompt, out.tokens[row][0]], config)

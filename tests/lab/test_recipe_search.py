@@ -43,7 +43,10 @@ def recipe(tmp_path: Path) -> MakeRecipe:
 def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, target, tmp_path, monkeypatch):
     """Seven candidates: what was given for all of the time, six others for a third of it, and two of these for all. A
     second search makes nothing anew."""
-    train, trained, take_times, timings = comparing.train, [], _Tuner.chain_times, []
+    train = comparing.train
+    trained = []
+    take_times = _Tuner.chain_times
+    timings = []
 
     def counted(made: Recipe, *args: Any, seconds: float, **kwargs: Any) -> Any:
         trained.append((made.name, seconds))
@@ -117,7 +120,9 @@ def test_a_search_is_drawn_over_round_numbers() -> None:
 
 def test_what_diverges_is_left_out_and_anything_else_stops_a_search(recipe, target, tmp_path, monkeypatch):
     """A learning rate at which the loss grows without end; then a full disk, after which nothing is kept as a score."""
-    train, failed, full = comparing.train, [], []
+    train = comparing.train
+    failed = []
+    full = []
 
     def unsteady(made: Recipe, *args: Any, **kwargs: Any) -> Any:
         if float(made.training.get("learning_rate", 0)) == 9.0:
@@ -217,11 +222,9 @@ def test_short_trainings_are_scored_on_fewer_prompts_in_shorter_chains(
     recipe, target, monkeypatch, seconds, limit, most
 ):
     """Of suites of four prompts and of one: a third of the larger one's, rounded up."""
-    made, suites, asked = (
-        recipe("eagle", measured={"limit": 9}),
-        [Namespace(some=lambda limit, n=n: range(n)[:limit]) for n in (1, 4)],
-        [],
-    )
+    made = recipe("eagle", measured={"limit": 9})
+    suites = [Namespace(some=lambda limit, n=n: range(n)[:limit]) for n in (1, 4)]
+    asked = []
 
     def best(*arguments: Any) -> Any:
         asked.append((arguments[3].limit, arguments[5]))

@@ -30,7 +30,9 @@ def judged(factors: Sequence[float], suites: Sequence[str], seed: int = 0, sprea
 
 def test_bounds_hold_at_every_look_at_once():
     """The 95% bounds of a test made for one look miss the truth at some look in a fifth of such experiments."""
-    generator, experiments, missed = np.random.default_rng(0), 200, 0
+    generator = np.random.default_rng(0)
+    experiments = 200
+    missed = 0
     names = [str(i) for i in range(60)]
     for _ in range(experiments):
         rounds = generator.integers(10, 40, 60)

@@ -195,7 +195,9 @@ def test_a_pass_that_fails_leaves_no_hooks(target):
 
 @both_precisions
 def test_without_a_lent_cache_it_drafts_the_same(target):
-    drafter, tokens, roots = build(target), sequences(3, 12), torch.tensor([5, 6, 7])
+    drafter = build(target)
+    tokens = sequences(3, 12)
+    roots = torch.tensor([5, 6, 7])
     counts = RowLengths.of([12, 7, 1], "cpu")
     lent = target.new_cache(3, 20)
     target.forward(tokens, lent)
@@ -260,11 +262,9 @@ def test_targets_that_it_cannot_take_are_refused(architecture, message):
 @torch.inference_mode()
 def test_peft_reads_a_lora_for_noise_as_it_drafts(target, tmp_path):
     """After a text that the target itself has read."""
-    drafter, text, noise = (
-        build(target, rank=4, alpha=4.0),
-        torch.tensor([[5, 9, 31]]),
-        torch.tensor([[4, 8, 15]]),
-    )
+    drafter = build(target, rank=4, alpha=4.0)
+    text = torch.tensor([[5, 9, 31]])
+    noise = torch.tensor([[4, 8, 15]])
     folder = export_drafter(drafter, target, "peft", tmp_path / "peft", 3).folder
     model = copy.deepcopy(target.model)
     known = model(text, use_cache=True).past_key_values

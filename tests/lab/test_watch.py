@@ -141,7 +141,9 @@ def lines_of(state: Path, *arguments: object) -> list[str]:
 
 def test_engines_and_models_on_one_page_are_counted_for_themselves_and_shown(start_server, tmp_path):
     server, state = start_server(), tmp_path / "watch.json"
-    a, b, other = 'engine="0",model_name="m"', 'engine="1",model_name="m"', 'engine="0",model_name="n"'
+    a = 'engine="0",model_name="m"'
+    b = 'engine="1",model_name="m"'
+    other = 'engine="0",model_name="n"'
     server.metrics.page = lambda: written({a: (10**6, 10**6), b: (10**6, 10**6), other: (10, 10)})
     assert lines_of(state, server.url) == [f"counters appeared: vllm {{{a}}} and {{{b}}} and {{{other}}}"]
     assert lines_of(state, server.url, "--model", "m") == [f"counters appeared: vllm {{{a}}} and {{{b}}}"]

@@ -70,7 +70,9 @@ def said(out: io.StringIO) -> str:
 
 def test_a_refresh_measures_as_its_parent_was_measured_and_says_it_before(trained, make_target, tmp_path):
     """Its recipe would take two prompts at two temperatures; the parent's report has three, at one of them."""
-    first, target, out = trained("ngram"), make_target(), io.StringIO()
+    first = trained("ngram")
+    target = make_target()
+    out = io.StringIO()
     settings = first.recipe().eval.model_copy(update={"limit": 3, "temperatures": [0.0], "repeats": 1})
     suites = load_suites(settings.suites, target.require_tokenizer(), 3)
     drafter = load_drafter(first.drafter_folder, target)

@@ -71,11 +71,15 @@ def all_verbs() -> set[str]:
 
 def verb_of(line: list[str]) -> tuple[Any, list[str], list[str]]:
     """Return the click command of an `outrider …` line, its path, and its arguments."""
-    command, path, rest = typer.main.get_command(app), [], line[1:]
+    command = typer.main.get_command(app)
+    path = []
+    rest = line[1:]
     while hasattr(command, "commands"):
         assert rest, f"{' '.join(line)} ends before its verb"
         assert rest[0] in command.commands, f"a verb that does not exist: {' '.join(line)}"
-        command, path, rest = command.commands[rest[0]], [*path, rest[0]], rest[1:]
+        command = command.commands[rest[0]]
+        path = [*path, rest[0]]
+        rest = rest[1:]
     return command, path, rest
 
 

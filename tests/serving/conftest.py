@@ -34,14 +34,18 @@ class Metrics:
     """The counters of a vLLM, and its page."""
 
     def __init__(self) -> None:
-        self.counts, self.tokens, self.started = DraftCounts(), 0, 1000.0
+        self.counts = DraftCounts()
+        self.tokens = 0
+        self.started = 1000.0
 
     def count(self, counts: DraftCounts, tokens: int) -> None:
         self.counts, self.tokens = self.counts.plus(counts), self.tokens + tokens
 
     def restart(self) -> None:
         """Begin again, as a new process would."""
-        self.counts, self.tokens, self.started = DraftCounts(), 0, self.started + 1
+        self.counts = DraftCounts()
+        self.tokens = 0
+        self.started = self.started + 1
 
     def page(self) -> str:
         counts = self.counts
@@ -113,7 +117,9 @@ def start_engine(start_server) -> Serve:
     """
 
     def start(target: Target, drafter: Drafter | None, depth: int = 3, **instead: Any) -> Server:
-        decoder, lock, seeds = Decoder(target, drafter), threading.Lock(), count(77)
+        decoder = Decoder(target, drafter)
+        lock = threading.Lock()
+        seeds = count(77)
 
         def complete(body: dict[str, Any]) -> dict[str, Any]:
             seed = next(seeds) if instead else 77

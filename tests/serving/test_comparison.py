@@ -11,7 +11,9 @@ from outrider.serving.diagnosis import suspicions
 from outrider.serving.engine_vs_decoder import Replies, Reply, ServedComparison, compare, is_same
 from outrider.serving.reference_run import DraftCounts, Expectation, ServedAnswer, ServedPrompt
 
-PROMPTS, DEPTH, TOKENS = 24, 4, 60
+PROMPTS = 24
+DEPTH = 4
+TOKENS = 60
 RIGHT = (0.6, 0.6, 0.6, 0.6)  # acceptance at each position, given the one before
 
 
@@ -108,7 +110,9 @@ def test_another_depth_is_seen_in_the_drafts_themselves():
 PICKED = (0.45, 0.45, 0.45, 0.45)
 
 
-LOW, NOUGHT, WRONG = (0.1, 0.0, 0.0, 0.0), Interval(0.01, -0.02, 0.04), Interval(-0.3, -0.4, -0.2)
+LOW = (0.1, 0.0, 0.0, 0.0)
+NOUGHT = Interval(0.01, -0.02, 0.04)
+WRONG = Interval(-0.3, -0.4, -0.2)
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,15 @@ LOOKS: dict[str, tuple[list[dict[str, tuple[int, int]]], tuple[int, int]]] = {
 @pytest.mark.parametrize("name", LOOKS)
 def test_each_label_set_is_differenced_before_they_are_added(name):
     looks, expected = LOOKS[name]
-    seen, rounds, accepted = read_counters(written(looks[0])), 0.0, 0.0
+    seen = read_counters(written(looks[0]))
+    rounds = 0.0
+    accepted = 0.0
     for rows in looks[1:]:
         now = read_counters(written(rows))
         new = now.since(seen)
-        rounds, accepted, seen = rounds + new.rounds, accepted + new.accepted, now.after(seen)
+        rounds = rounds + new.rounds
+        accepted = accepted + new.accepted
+        seen = now.after(seen)
     assert (rounds, accepted) == expected
 
 

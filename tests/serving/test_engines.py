@@ -41,7 +41,9 @@ from ..formats.faults import FAULTS
 pytestmark = pytest.mark.served
 WatchLimits = pytest.importorskip("outrider.lab.changepoint").WatchLimits
 watching = pytest.importorskip("outrider.lab.watching")
-EngineWatch, WatchEvent, WatchState = watching.EngineWatch, watching.WatchEvent, watching.WatchState
+EngineWatch = watching.EngineWatch
+WatchEvent = watching.WatchEvent
+WatchState = watching.WatchState
 
 MENDED = Path(__file__).parent / "cured"
 # Faults with which the engine does not start, or stops, and what is said then.

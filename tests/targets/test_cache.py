@@ -113,7 +113,9 @@ def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, s
     """Logits at a node are the library's of the text that ends there; then a path is kept, and the text goes on."""
     mistral = {"num_hidden_layers": 2, "sliding_window": window}
     target = Target(small_model("mistral", **mistral) if window else tiny_llama(layers=3))
-    cache, prompt, new = target.new_cache(2, 30), tokens(2, 5), tokens(2, 7, seed=4)
+    cache = target.new_cache(2, 30)
+    prompt = tokens(2, 5)
+    new = tokens(2, 7, seed=4)
     target.forward(prompt, cache)
     cache.advance(RowLengths.of(lengths, "cpu"))
     paths, nodes = tree()

@@ -54,7 +54,9 @@ def test_live_tensors_are_counted_once_and_until_the_last_view_is_gone(inference
 def test_a_few_tokens_foretell_large_passes(kind, attention, dtype):
     """Prompts, ragged verification passes and single tokens, within 5%."""
     target = make(kind, attention, dtype)
-    footprint, rows, length = target.footprint(), 4, 200
+    footprint = target.footprint()
+    rows = 4
+    length = 200
     cache, text = target.new_cache(rows, length + 6), torch.randint(0, 64, (rows, length))
     with torch.inference_mode():
         with PeakBytes() as prompt:

@@ -201,7 +201,9 @@ def test_packed_attention_folds_heads_and_the_models_own_does_not(target, monkey
 def test_rows_of_a_draft_vocabulary_are_packed_once_and_follow_the_output_embedding(target):
     """A head that drafts a part of the vocabulary reads only its rows, by packed products, request after request."""
     target.pack()
-    head, ids, hidden = target.model.lm_head, torch.arange(0, 60, 3), torch.randn(2, target.hidden_size)
+    head = target.model.lm_head
+    ids = torch.arange(0, 60, 3)
+    hidden = torch.randn(2, target.hidden_size)
     rows = target.packed.rows(head, ids)
     assert isinstance(rows, PackedLinear)
     assert target.packed.rows(head, ids) is rows

@@ -199,7 +199,9 @@ def test_what_a_pass_left_behind_is_not_taken_up_later():
 
 @both_precisions
 def test_taps_are_those_of_the_text():
-    target, lengths, new = make("qwen3_next"), [30, 4], tokens(2, 3, seed=1)
+    target = make("qwen3_next")
+    lengths = [30, 4]
+    new = tokens(2, 3, seed=1)
     cache, prompt = prefilled(target, lengths, 60)
     found = target.forward(new, cache, taps=(0, 2, 4)).hidden
     for row, n in enumerate(lengths):

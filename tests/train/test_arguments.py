@@ -164,7 +164,10 @@ def zero(stage: int, **values: Any) -> Any:
     return fake(2, "DEEPSPEED", stage, **values)
 
 
-ALONE, GPUS, CPU, FSDP = fake(1, "NO"), fake(2, "MULTI_GPU"), fake(2), {"ACCELERATE_USE_FSDP": "true"}
+ALONE = fake(1, "NO")
+GPUS = fake(2, "MULTI_GPU")
+CPU = fake(2)
+FSDP = {"ACCELERATE_USE_FSDP": "true"}
 ONE_OF_TWO = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"}  # what `accelerate launch --cpu` leaves
 NAMES = ("MIXED_PRECISION", "USE_FSDP", "USE_DEEPSPEED", "USE_CPU")
 CHECKS: dict[str, Callable[..., None]] = {

@@ -289,7 +289,9 @@ def test_sigterm_saves_and_the_same_command_continues(launch, recipe, run, tmp_p
 def test_kills_of_all_processes_at_random_times_lose_no_more_than_an_interval(launch, recipe, run, tmp_path):
     """Three times SIGKILL to the launcher and its processes; in the end the losses are those of no kill (1e-4)."""
     settings = {"optim": "adamw_torch", "max_steps": 240, "save_steps": 3, "per_device_train_batch_size": 4}
-    whole, made, chance = recipe("whole", **settings), recipe("killed", **settings), random.Random(7)
+    whole = recipe("whole", **settings)
+    made = recipe("killed", **settings)
+    chance = random.Random(7)
     run(launch, whole)
     for _ in range(3):
         process = started(launch, made, tmp_path)

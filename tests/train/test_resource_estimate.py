@@ -36,7 +36,9 @@ from outrider.train.trainer import DrafterTrainer, TrainData
 
 from .conftest import MakeRecipe, of_stored, write_data
 
-PROMPT, RESPONSE, ROWS = 16, 80, 24
+PROMPT = 16
+RESPONSE = 80
+ROWS = 24
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": {"type": "eagle3", "steps": 3, "draft_vocab_size": 512},
     "medusa": {"type": "medusa", "num_heads": 3},
@@ -373,7 +375,10 @@ def test_a_plan_is_json_and_every_trainable_head_is_known(recipe):
     assert active_weights(target.model, target.config) == 6 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256)
 
 
-UNEVEN, LENGTH, ANCHORS, MANY = 3, 1024, 128, 768
+UNEVEN = 3
+LENGTH = 1024
+ANCHORS = 128
+MANY = 768
 
 
 @pytest.fixture(params=["peagle", "pard"])

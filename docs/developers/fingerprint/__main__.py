@@ -260,7 +260,9 @@ def judged(cases: Cases, seed: int) -> None:
 def compared(name: str, kept: Tensor | None) -> list[Any]:
     """Return a divergence of random logits, directly and in chunks, with gradients."""
     torch.manual_seed(5)
-    hidden, drafted, weights = torch.randn(40, 8), torch.randn(2, 40, 6).requires_grad_(), torch.rand(2, 40)
+    hidden = torch.randn(40, 8)
+    drafted = torch.randn(2, 40, 6).requires_grad_()
+    weights = torch.rand(2, 40)
     theirs, own = torch.randn(8, 30), torch.randn(6, 30 if kept is None else len(kept)).requires_grad_()
     following, rule = torch.randint(0, 30, (40,)), at.divergence(name)
     heads = (lambda states: states @ theirs, lambda states: states @ own)

@@ -123,7 +123,9 @@ def told(
 ) -> str:
     """The decision on contestants of these speedups: the head `draft` first, whose alphas are `rates`."""
     report = make_report(USUAL)
-    head, plain, (drafter, alone) = report.headline(), report.headline("plain"), report.contestants
+    head = report.headline()
+    plain = report.headline("plain")
+    (drafter, alone) = report.contestants
     alpha = [DepthFigure(depth=d, reached=20, kept=10, alpha=Interval(a, 0, 1)) for d, a in enumerate(rates, 1)]
     names = ["draft", *(f"other {i}" for i in range(1, len(speedups)))]
     figures = [

@@ -83,7 +83,9 @@ def test_the_floors_share_stands_beside_the_phases_with_what_it_is_made_of(repor
     """Above 1, too; without it there is no column, and no line about memory."""
     assert "floor ÷ round |" not in markdown(report)
     assert "memory" not in markdown(report).split("## Conditions")[1].split("## Def")[0]
-    report.conditions.pass_bytes, report.conditions.read_bandwidth, report.conditions.probe_bytes = 1200, 2.5e9, 4096
+    report.conditions.pass_bytes = 1200
+    report.conditions.read_bandwidth = 2.5e9
+    report.conditions.probe_bytes = 4096
     for figures in report.overall(0.0):
         figures.floor_share = Interval(1.25, 1.1, 1.4) if figures.contestant == "plain" else None
     text = markdown(report)

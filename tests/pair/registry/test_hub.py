@@ -35,7 +35,9 @@ class Repository(HfApi):
 
     def __init__(self, folder: Path):
         super().__init__(endpoint="http://localhost:1")
-        self.folder, self.commits, self.private = folder, [], None
+        self.folder = folder
+        self.commits = []
+        self.private = None
         self.before_commit: Callable[[], None] = lambda: None
 
     def files(self, revision: str) -> dict[str, Path]:

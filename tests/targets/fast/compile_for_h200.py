@@ -34,7 +34,10 @@ TARGET = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024  # bytes that one program may have
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 TYPES |= {torch.int64: "*i64", torch.bool: "*i1"}
-HIDDEN, HEADS, SHARED_HEADS, SIZE = 4096, 32, 8, 128
+HIDDEN = 4096
+HEADS = 32
+SHARED_HEADS = 8
+SIZE = 128
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,9 @@ def cases(few: bool) -> Iterator[tuple[str, Any]]:
     for tokens in (1, 8) if few else (1, 8, 64):
         for way in [way for way in matmuls.candidates(tokens) if isinstance(way, TritonMatmul)][: 1 if few else None]:
             how = list(astuple(way.tiles))
-            x, norm, hidden = empty(tokens, HIDDEN), empty(HIDDEN), empty(tokens, HIDDEN)
+            x = empty(tokens, HIDDEN)
+            norm = empty(HIDDEN)
+            hidden = empty(tokens, HIDDEN)
             for kind, width in list(intermediates.items())[: 1 if few else None]:
                 weight, out = empty(2 * width, HIDDEN), empty(tokens, width)
                 yield (

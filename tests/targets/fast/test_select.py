@@ -34,7 +34,10 @@ class TimedPass:
     """Passes by the library's modules that take a while, and may give other numbers."""
 
     def __init__(self, target: Target, clock: Clock, seconds: float, factor: float = 1.0):
-        self.target, self.clock, self.seconds, self.factor = target, clock, seconds, factor
+        self.target = target
+        self.clock = clock
+        self.seconds = seconds
+        self.factor = factor
 
     def serves(self, *given: Any) -> bool:
         return True

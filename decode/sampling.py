@@ -412,6 +412,7 @@ class DraftSampler:
             noise = self._shared_noise(rows, first + depth - 1)
         else:
             # The largest of log q + Gumbel noise are draws without replacement, in order (arXiv 1903.06059).
+            # `rules` weighs them as such, and `reference` draws them so a second time.
             drawn, peaks = probs, None
             noise = gumbel(keys.seed, DRAFT, self.config.vocab, rows, first, nodes)
         tokens = (log_probs + noise).topk(count, -1).indices

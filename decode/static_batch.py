@@ -162,7 +162,8 @@ class StaticBatch:
         work = partial(step, setup, depth=depth, with_model=with_model)
         before = replace(state, session=inside, proposal=proposal)
         after, result, replayed = self.graphs.run((_key(setup, depth, window), shape), work, before)
-        own = result.cloned() if replayed and (text is not None or inside is not model) else result
+        is_read_here = text is not None or inside is not model
+        own = result.cloned() if replayed and is_read_here else result  # the next replay writes there
         if model is not None and inside is not model:
             update_session(model, own)
         if text is not None:

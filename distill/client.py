@@ -308,8 +308,10 @@ class Client:
         if (read is not None and read != context) or num_read not in (None, len(context)):
             raise DroppedError("other_prompt", about_form=True)  # the server rendered or read something else
         own = completion.tokens
-        uncounted = (read, num_read) == (None, None) or (own, completion.num_tokens) == (None, None)
-        if uncounted and (form.chat or not form.ids):  # whether text is read as it was written would not show
+        prompt_uncounted = read is None and num_read is None
+        answer_uncounted = own is None and completion.num_tokens is None
+        # Then it would not show whether text is read as it was written.
+        if (prompt_uncounted or answer_uncounted) and (form.chat or not form.ids):
             raise DroppedError("uncounted", about_form=True)
         # A tool's call ends as any other answer does, but its text is in other fields.
         if completion.reason not in ("stop", "length") and (completion.reason != "tool_calls" or own is None):

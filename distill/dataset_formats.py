@@ -185,7 +185,8 @@ class _RowReader:
         """Return the layout of the row and the key that shows it; a recipe may name both."""
         forced = None if layout is None else _FORCED[layout]
         forced = (column,) if column else forced
-        for kind, keys in KEYS.items() if forced is None else [(layout or "text", forced)]:
+        candidates = KEYS.items() if forced is None else [(layout or "text", forced)]
+        for kind, keys in candidates:
             for key in keys:
                 if (value := self.row.get(key)) is not None:
                     # The key alone does not show everything: trl's conversational `prompt` holds messages.

@@ -34,7 +34,9 @@ MOST_SHOWN = 100  # malformed rows of a source
 ACCEPTABLE = 0.02  # share of a source's rows that may be dropped without a warning
 _IDS = ("id", "question_id", "task_id", "prompt_id", "conversation_id")
 
-DROPPED = {  # why a row is dropped, after a number of rows
+# Why a row of prompts is dropped, after a number of rows. Later `responses` leaves answers out, `train.data.split` rows
+# without a token to learn.
+DROPPED = {
     "too_long": "too long",
     "unanswerable": "with nothing to answer",
     "unanswered": "without an answer of their own",

@@ -24,7 +24,7 @@ from ..heads import Drafter, DrafterConfig
 from ..heads.saved import CONFIG, read_config
 from ..targets import Target
 from ..targets.model_folder import refuse_pickles
-from ..targets.weights import WEIGHT_TYPES, WEIGHTS, other_shapes, stored_tensors
+from ..targets.weights import WEIGHT_TYPES, WEIGHTS, name_and_shape_faults, stored_tensors
 from .engine_logits import ProbeSequence
 
 Fields = dict[str, Any]  # of a config.json
@@ -119,7 +119,7 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], unexpected: Iterable[
 
     Raises IncompatibleError if something is missing, left over, or of another shape.
     """
-    problems = other_shapes(module.state_dict(), weights) + [f"unexpected {name}" for name in unexpected]
+    problems = name_and_shape_faults(module.state_dict(), weights) + [f"unexpected {name}" for name in unexpected]
     if problems:
         raise IncompatibleError(
             f"{where}: the tensors do not fit its config.json: {'; '.join(sorted(problems)[:4])} "

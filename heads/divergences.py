@@ -1,6 +1,8 @@
 """Divergences of a drafter's distribution q from the target's p, or from the token that followed.
 
-Each is one value per position, from log-probabilities; `losses.divergence` finds them by the names in recipes.
+Each is one value per position, from log-probabilities; `losses.divergence` finds them by the names in recipes. A new
+one is a function, an entry in `DIVERGENCES`, one in `PARAMETERS` if it has a parameter, and a row in
+`tests/heads/test_losses.py`.
 
 Shapes: P positions, V' symbols of the drafter, H hidden size.
 """

@@ -33,7 +33,8 @@ CHUNK = 512
 CHUNKS = {"cuda": 2048, "meta": 2048}
 KERNEL_DEVICES = {"cuda"}  # where kernels of another package compare (`outrider.losses`), if they have the loss
 
-# A head reads a token's hidden state with the token after it, so x_2 is the first that it can predict.
+# A head predicts x_{t+2} from the features at t and the token x_{t+1}; so no drafter learns the first two tokens of a
+# row, and all of them count the same positions.
 FIRST_LEARNED = 2
 
 

@@ -138,7 +138,7 @@ class LowRank(Drafter[LowRankConfig]):
         return self.base.taps
 
     def plain(self) -> Drafter:
-        """Return the base with the change in its weights, summed in fp64 and rounded once."""
+        """Return the base itself, with the change added to its weights, in fp64 and rounded once; to be called once."""
         weights = self.base.state_dict()
         for name, down, up in zip(self.names, self.down, self.up, strict=True):
             changed = weights[name].double() + self.scale * (up.double() @ down.double())

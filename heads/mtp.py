@@ -337,6 +337,7 @@ class MtpSession(DeferredPrefillSession):
         config = self.drafter.config
         if config.recursive:
             return [(0, 0)]
+        # A chain's pass k is read by the modules from k on. Nodes of a tree are of any depth, so all modules read them.
         first = 1 if in_tree else self.passes
         if first >= config.depth:
             raise BadInputError(

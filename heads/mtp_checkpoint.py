@@ -33,7 +33,7 @@ from ..common.errors import LIBRARY_ERRORS, reason
 from ..targets import Target
 from ..targets.loading import target_path
 from ..targets.model_folder import INDEX, SINGLE, plain_weight_map
-from ..targets.weights import WEIGHT_TYPES, other_shapes, stored_tensors
+from ..targets.weights import WEIGHT_TYPES, name_and_shape_faults, stored_tensors
 
 LAYER = "body.layers.0."  # of a module of ours
 _ANGLES = "rotary_emb.inv_freq"  # old checkpoints hold them; they are not read
@@ -201,7 +201,7 @@ def _refuse(problems: list[str], message: str) -> None:
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
-    problems = other_shapes(module.state_dict(), tensors)
+    problems = name_and_shape_faults(module.state_dict(), tensors)
     _refuse(problems, f"mtp: the modules in {path!r} do not fit the target's config")
     module.load_state_dict(tensors)
 

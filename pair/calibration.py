@@ -123,7 +123,10 @@ def calibrate(
 
 
 def _counted(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Return counts in place of analytic figures, for a drafter without a distribution."""
+    """Return counts in place of analytic figures, for a drafter without a distribution.
+
+    All are sums: `alpha` and `top1` over the `positions`, `analytic_tau` over the `chains`.
+    """
     drafted = sum(r.drafted > 0 for r in rounds)
     kept = float(sum(r.accepted > 0 for r in rounds))
     emitted = float(sum(r.emitted for r in rounds))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # Config fields about where or with what a model was saved, not about what it computes.
 _INCIDENTAL = {"_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-_NAMED = 3  # weights, in a sentence about those that differ
 _INCIDENTAL |= {"_attn_implementation", "_attn_implementation_autoset"}
+_NAMED = 3  # weights, in a sentence about those that differ
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from .smoke_check import few_logits, require_same_logits
 from .split_attention import NAME as SPLIT_ATTENTION
 from .split_attention import register
 from .tokenizers import tokenizer_of
-from .weights import misfits, no_more_than, require_true_ties, stored_tensors
+from .weights import no_more_than, require_true_ties, stored_tensors, weight_faults
 
 EMBEDDED = "embedded"
 _ROUNDING_TO_INT8 = 0.5  # of the logits' size, at most: some outliers cost a lot, and nonsense costs more
@@ -304,7 +304,7 @@ def check_sizes(folder: Path, dtype: str | torch.dtype = "auto") -> None:
     wanted = sum(parameter.numel() for parameter in model.parameters())
     held = sum(prod(tensor.shape) for tensor in stored.values())
     if wanted > (held * _PACKED if quantised else held):
-        problems = misfits(dict(model.named_parameters()), stored)
+        problems = weight_faults(dict(model.named_parameters()), stored)
         raise IncompatibleError(
             f"the weights in {str(folder)!r} do not fit its config.json: {'; '.join(problems[:4])}. That asks for "
             f"{wanted:,} parameters, and there are {held:,}. Take a good copy of the model."

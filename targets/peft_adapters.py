@@ -24,7 +24,7 @@ from ..common.errors import BadInputError, IncompatibleError, OutriderError, Ref
 from ..common.safe_load import read_json
 from .model_folder import is_local, say_if_downloaded
 from .smoke_check import few_logits, require_same_logits
-from .weights import misfits, no_more_than, stored_tensors
+from .weights import no_more_than, stored_tensors, weight_faults
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -167,7 +167,7 @@ def _require_fit(model: PreTrainedModel, config: PeftConfig, folder: Path) -> No
     with torch.device("meta"), no_more_than(len(stored) + 2 * len(model.state_dict()), str(folder / ADAPTER_WEIGHTS)):
         empty = PeftModel(type(model)(copy.deepcopy(model.config)), copy.deepcopy(config))
     wanted = get_peft_model_state_dict(empty, save_embedding_layers=False)
-    problems = [problem for problem in misfits(wanted, stored) if not problem.startswith("unexpected")]
+    problems = [problem for problem in weight_faults(wanted, stored) if not problem.startswith("unexpected")]
     if problems or not wanted:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise IncompatibleError(

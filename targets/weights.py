@@ -78,9 +78,9 @@ def stored_digests(file: Path) -> dict[str, str]:
         return {name: digest_tensor(opened.get_tensor(name)) for name in sorted(opened.keys())}
 
 
-def misfits(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]) -> list[str]:
+def weight_faults(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]) -> list[str]:
     """Return how the tensors of a file and of a module differ, in names, shapes and kinds of numbers."""
-    problems = other_shapes(wanted, stored)
+    problems = name_and_shape_faults(wanted, stored)
     for name in wanted.keys() & stored.keys():
         actual, expected = stored[name], wanted[name]
         if actual.shape == tuple(expected.shape) and actual.is_floating != expected.is_floating_point():
@@ -88,7 +88,7 @@ def misfits(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]) -> l
     return sorted(problems)
 
 
-def other_shapes(wanted: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+def name_and_shape_faults(wanted: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     """Return how tensors differ from the wanted ones in names and shapes, in words, sorted."""
     problems = [f"missing {name}" for name in wanted.keys() - given.keys()]
     problems += [f"unexpected {name}" for name in given.keys() - wanted.keys()]
@@ -158,7 +158,7 @@ def restored(make: Callable[[], M], folder: Path, later: Collection[str] = ()) -
     with torch.device("meta"), no_more_than(len(stored), str(file)):
         empty = make()
     wanted = {name: tensor for name, tensor in empty.state_dict().items() if name not in later}
-    if problems := misfits(wanted, stored):
+    if problems := weight_faults(wanted, stored):
         raise IncompatibleError(f"{file} does not fit its config.json: {'; '.join(problems[:4])}.")
     module = make()
     try:

@@ -1,8 +1,8 @@
 """What is refused before work starts: by the recipe and the launch alone (`check`), and once the target is loaded.
 
 A run that cannot end well stops here with a sentence about what to change, not after hours. A section of a recipe by
-itself is checked where it is read: `training` in `arguments`, `drafter` in `warmstart`, the rest in `recipes.schema`;
-the processes in `launch`.
+itself is checked where it is read: `training` in `arguments`, `drafter` in `drafter_init`, processes in `processes`,
+the rest in `recipes.schema`.
 """
 
 from __future__ import annotations

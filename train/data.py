@@ -31,6 +31,7 @@ from ..common.signals import let_parent_decide
 from ..distill.engine_live_states import LiveStates
 from ..distill.features import FeatureStore
 from ..heads import Drafter, TargetBatch
+from ..heads.losses import FIRST_LEARNED
 from ..heads.session import padded
 from ..targets import Target
 from ..targets.images import StoredImages
@@ -38,10 +39,6 @@ from ..targets.sequence_packing import Documents
 
 IGNORED = -100  # the label of a token that is not predicted, as in transformers
 EMPTY = -1  # the position of an empty row
-
-# A head predicts x_{t+2} from the features at t and the token x_{t+1}; so no drafter learns the first two tokens of a
-# row, and all of them count the same positions.
-FIRST_LEARNED = 2
 
 _log = logging.getLogger(__name__)
 
@@ -148,6 +145,8 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tup
     learnable = [i for i, mask in enumerate(table["loss_mask"]) if any(mask[FIRST_LEARNED:])]
     held = {i for i in learnable if is_held_out(contents[i], holdout)}
     training = [i for i in learnable if i not in held]
+    if len(learnable) < len(table):
+        _log.info("%s of %s rows have no token to learn and are left out.", len(table) - len(learnable), len(table))
     if not training:
         raise BadInputError(
             f"no rows to train on: of {len(table)} rows {len(learnable)} have a response and {len(held)} of those are "

@@ -112,8 +112,8 @@ class OnPolicy:
             batch = collate([self._row(index, written.get(index)) for index in indices])
             inputs = {name: tensor.to(inputs[name].device) for name, tensor in batch.items()}
         tokens, seconds = sum(map(len, written.values())), time.perf_counter() - began
-        real, one = len([i for i in indices if i != EMPTY]), 1
-        values = {"on_policy": (len(chosen), real), "written_tokens": (tokens, one), "written_seconds": (seconds, one)}
+        num_real = sum(i != EMPTY for i in indices)
+        values = {"on_policy": (len(chosen), num_real), "written_tokens": (tokens, 1), "written_seconds": (seconds, 1)}
         pairs = {n: torch.tensor(v, dtype=torch.float32, device=inputs["index"].device) for n, v in values.items()}
         return inputs, {name: (total, count) for name, (total, count) in pairs.items()}
 

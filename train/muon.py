@@ -2,6 +2,7 @@
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) moves a matrix along its orthogonalised momentum.
 The update is scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one learning rate serves both.
+`DrafterTrainer.create_optimizer` chooses it.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from ..distill.recipe_prompts import PromptReading, collect
 from ..distill.responses import data_folder
 from ..distill.sources import as_specs, count_rows, is_hub
 from ..heads import Drafter
+from ..heads.losses import FIRST_LEARNED
 from ..recipes import Recipe, SourceSpec
 from ..targets import Target, load_tokenizer
 from ..targets.loading import image_reader_of, meta_causal_lm, target_path
@@ -34,7 +35,6 @@ from ..targets.model_folder import model_folder
 from . import muon
 from .arguments import packing_of, training_arguments
 from .checkpoints import last_complete, require_own_state, state_of, step_of
-from .data import FIRST_LEARNED
 from .drafter_init import check_abilities, check_drafter, check_made, make_drafter
 from .forecast import Forecast
 

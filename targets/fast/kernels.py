@@ -272,7 +272,7 @@ def attend_parts(
     own = tl.load(slots + row * slots_row + token * slots_token, mask=live, other=0)
     length = tl.load(lengths + row)
     end = tl.load(slots + row * slots_row + (num_queries - 1) * slots_token) + 1
-    begin = length * 0
+    begin = length * 0  # a zero of the type that `tl.maximum` gives it below
     if WINDOW:
         position = tl.load(positions + row * positions_row + token * positions_token, mask=live, other=0)
         begin = tl.maximum(length - WINDOW, 0)

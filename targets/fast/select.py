@@ -37,7 +37,7 @@ except ImportError as error:  # Triton is not installed everywhere
 else:
     _no_kernels = None
 
-_TREE = ((-1, -1, 0, 2, 1, 0, 4),)  # with its root as many tokens as a round of seven drafts
+_TREE = ((-1, -1, 0, 2, 1, 0, 4),)  # parents of the drafts of one row, −1 the root: eight tokens with it
 _SECONDS = 1.0
 _COPIES = 2  # of a weight that products of few rows read: in blocks, and transposed
 _WORTH_PACKING = 2**26  # bytes: smaller weights stay in a processor's cache

@@ -42,9 +42,9 @@ from ..common.progress import Advance, progress
 from ..common.runtime import installed_version
 from ..common.safe_load import read_json
 from ..targets import Target
+from ..targets.documents import Documents
 from ..targets.fingerprint import digest_json
 from ..targets.images import StoredImages
-from ..targets.sequence_packing import Documents
 from .journal import claim_of, list_file
 from .launch import one_leads
 

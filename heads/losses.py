@@ -22,7 +22,7 @@ from torch import Tensor
 from ..common import BadInputError
 from ..common.plugins import plugin
 from ..targets import Target
-from ..targets.sequence_packing import Documents
+from ..targets.documents import Documents
 from .divergences import DIVERGENCES, HARD, PARAMETERS, Divergence, hard_cross_entropy, soft_cross_entropy
 
 Head = Callable[[Tensor], Tensor]

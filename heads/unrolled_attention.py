@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
+from ..targets.documents import Documents
 from ..targets.fused_layers import FusedLayer, InputProjection, Rotary
-from ..targets.sequence_packing import Documents
 from .decoder_layer import LayerConfig
 
 Entry = tuple[Tensor, Tensor]  # keys and values

@@ -28,7 +28,7 @@ ROOMS = {
     "distill": 5230,
     "costs": 1200,
     "eval": 4630,
-    "train": 4460,
+    "train": 4480,
     "pair": 3310,
     "serving": 2370,
     "scripts": 3770,

@@ -50,8 +50,6 @@ from .data import (
     Batches,
     CachedBatches,
     OnlineBatches,
-    PackedBatches,
-    Packs,
     Rows,
     check_answers,
     split,
@@ -60,6 +58,7 @@ from .data import (
 from .decoding import MeasuredTau, OnPolicy
 from .drafter_init import made_for
 from .hooks import enable_checkpointing
+from .packing import PackedBatches, Packs
 from .processes import PeerLostError, is_lost_peer, peak_bytes
 from .stopping import Patience, Until, check_same_budget, counted, follow_clock, saved_clock
 from .trainer import DrafterTrainer, TrainData

@@ -28,11 +28,12 @@ from . import checkpoints, muon
 from .arguments import GAP, MEASURED
 from .callbacks import EpochOrder, GracefulStop, StepLines
 from .checkpoints import DrafterCheckpointIO
-from .data import IGNORED, Batches, Order, Packs, Rows, collate
+from .data import IGNORED, Batches, Order, Rows, collate
 from .decoding import MeasuredTau, OnPolicy
 from .forecast import SCHEDULES, forecast
 from .hooks import HookedTrainer, norm_of_last_step
 from .optimizer_state import remove_empty_groups
+from .packing import Packs
 from .processes import Processes, check_engine, is_sharded
 from .sharded_drafter import ShardedDrafter, WholeDrafter, fit_engine, gradient_norm, loss_of
 from .stopping import Patience, TauWatch, TimeBudget, Until, saved_clock
@@ -231,7 +232,7 @@ class DrafterTrainer(HookedTrainer):
             return None
         seed = args.seed if args.data_seed is None else args.data_seed
         multiple = 1 if args.dataloader_drop_last else self.rows_at_once() * args.world_size
-        order = Order(len(self.data.training), multiple, seed, self.data.batches.near(self.data.training))
+        order = Order(len(self.data.training), multiple, seed, self.data.batches.near(self.data.training.members))
         self.remove_callback(EpochOrder)
         self.add_callback(EpochOrder(order))
         return order
@@ -239,7 +240,9 @@ class DrafterTrainer(HookedTrainer):
     def evaluation_order(self, rows: Dataset) -> Order:
         """Return the rows in their own order, filled up to whole batches of all processes."""
         assert isinstance(rows, Rows)
-        return Order(len(rows), self.args.eval_batch_size * self.args.world_size, None, self.data.batches.near(rows))
+        return Order(
+            len(rows), self.args.eval_batch_size * self.args.world_size, None, self.data.batches.near(rows.members)
+        )
 
     def planned_steps(self) -> int:
         """Return the optimizer steps of the whole training."""

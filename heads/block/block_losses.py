@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...targets.sequence_packing import Documents
+from ...targets.documents import Documents
 from ..base import Drafter, DrafterLoss, TargetBatch
 from ..losses import (
     ChunkedSlopes,

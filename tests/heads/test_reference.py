@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.heads import Eagle3, TargetBatch, losses
 from outrider.heads.reference import eagle3_loss
 from outrider.targets import Target
-from outrider.targets.sequence_packing import Documents
+from outrider.targets.documents import Documents
 
 from .conftest import VOCAB, made
 

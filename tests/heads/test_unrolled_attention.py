@@ -16,7 +16,7 @@ from outrider.heads import Eagle1, Eagle3, TargetBatch, unrolled_attention
 from outrider.heads.eagle import FeatureDrafter
 from outrider.heads.unrolled_attention import PackedRows, Span, attend, fused, places_of, plain
 from outrider.targets import PeakBytes, Target
-from outrider.targets.sequence_packing import Documents
+from outrider.targets.documents import Documents
 
 from ..closeness import assert_same, both_precisions
 from .conftest import made

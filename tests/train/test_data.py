@@ -20,7 +20,7 @@ from outrider.common import BadInputError, IncompatibleError
 from outrider.heads import HEADS, Drafter, TargetBatch
 from outrider.recipes import Recipe
 from outrider.targets import PeakBytes, Target
-from outrider.targets.sequence_packing import Documents
+from outrider.targets.documents import Documents
 from outrider.train import run, train
 from outrider.train.arguments import training_arguments
 from outrider.train.check import check, check_with_target
@@ -29,15 +29,13 @@ from outrider.train.data import (
     IGNORED,
     OnlineBatches,
     Order,
-    PackedBatches,
-    Packs,
     Rows,
     check_answers,
     collate,
-    packs_of,
     split,
     token_counts,
 )
+from outrider.train.packing import PackedBatches, Packs, packs_of
 from outrider.train.resource_estimate import plan
 
 from ..closeness import EXACT, assert_same, both_precisions, spread, terms

@@ -16,7 +16,7 @@ import torch
 from outrider.common import BadInputError
 from outrider.common.machine import best_device
 from outrider.costs.round_timing import draft_times
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, load_drafter
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, fuse, load_drafter
 from outrider.lab.grow import grow, shape_config
 from outrider.lab.grow_drafter import grow_drafter
 from outrider.targets import Target
@@ -65,13 +65,16 @@ class Grown:
     def drafters(self, names: Sequence[str], draft_vocab: int | None = None) -> dict[str, Drafter]:
         """Return drafters by name: `NAME=FOLDER` is one that was trained for the small target, `ngram` needs none.
 
+        `ngram+NAME=FOLDER` is the fusion of both.
+
         Args:
             draft_vocab: outputs of grown heads; None for what `grow_drafter` takes.
         """
         found = {}
         for entry in names:
             name, _, folder = entry.partition("=")
-            found[name] = self.drafter(load_drafter(folder, self.source) if folder else Ngram(), draft_vocab)
+            drafter = self.drafter(load_drafter(folder, self.source) if folder else Ngram(), draft_vocab)
+            found[name] = fuse({"type": "ngram", "min_match": 2}, drafter) if name.startswith("ngram+") else drafter
         return found
 
     def untrained(self, **settings: Any) -> Eagle3:

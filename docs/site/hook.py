@@ -146,11 +146,12 @@ def versions() -> str:
 
 
 def on_post_page(output: str, page: Page, config: Any) -> str:
-    """Write a page's Markdown beside its HTML; name the search for screen readers, which the theme leaves out."""
+    """Write a page's Markdown beside its HTML; add what the theme leaves out for screen readers and keyboards."""
     file = Path(config.site_dir) / page.file.src_uri
     file.parent.mkdir(parents=True, exist_ok=True)
     names = r"- `\1`"
     file.write_text(re.sub(r"^::: (\S+)$", names, page.markdown or "", flags=re.MULTILINE), encoding="utf-8")
+    output = output.replace("<th></th>", "<td></td>")  # above the names of rows
     return output.replace(SEARCH, f'{SEARCH} aria-label="Search the pages"')
 
 

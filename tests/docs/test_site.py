@@ -100,7 +100,12 @@ def test_each_page_says_what_it_takes_and_lies_there_as_markdown(site: Path) -> 
 def test_the_search_finds_keys_names_and_errors(site: Path) -> None:
     """One question of a new user each, by the words that he would type."""
     index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))["docs"]
-    asked = {"learning_rate": "recipe-keys", "Target.load": "python", "hot_token_id": "troubleshooting"}
+    asked = {
+        "learning_rate": "your-own-target",
+        "max_prompt_tokens": "recipe-keys",
+        "Target.load": "python",
+        "hot_token_id": "troubleshooting",
+    }
     asked |= {"llama.cpp": "serving", "stale": "pairs-in-ci", "registry": "registry", "vocabulary": "formats"}
     for word, page in asked.items():
         assert any(word in entry["text"] + entry["title"] and page in entry["location"] for entry in index), word

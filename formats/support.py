@@ -67,10 +67,11 @@ class Support:
 def support() -> list[Support]:
     """Return the matrix: for every drafter that can leave, every engine."""
     drafters = dict.fromkeys(kind for layouts in LAYOUTS.values() for kind in layouts)
-    return [_support(kind, engine) for kind in drafters for engine in ENGINES]
+    return [support_of(kind, engine) for kind in drafters for engine in ENGINES]
 
 
-def _support(kind: str, engine: str) -> Support:
+def support_of(kind: str, engine: str) -> Support:
+    """Return what is known of drafters of a type in an engine."""
     layout = LAYOUTS[engine].get(kind)
     if layout is None:
         others = [to for to, layouts in LAYOUTS.items() if kind in layouts and to not in ENGINES]

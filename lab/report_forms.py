@@ -360,16 +360,12 @@ def _read_markdown(text: str) -> list[dict[str, Any]]:
 
 
 def _write_card(p: Passport) -> str:
-    from huggingface_hub import EvalResult, ModelCardData  # takes a second, and only this form needs it
+    from ..eval.model_card import model_card, results_of  # takes seconds, and only this form needs it
 
-    speedup, length = p.figures.speedup, p.length()
-    shared: dict[str, Any] = {"task_type": "text-generation", "dataset_type": "outrider-suites"}
-    shared["dataset_name"] = ", ".join(s.name for s in p.conditions.suites)
-    metrics = {"mean_acceptance_length": length.value, "speedup": speedup.value}
-    results = [EvalResult(**shared, metric_type=name, metric_value=round(v, 4)) for name, v in metrics.items()]
-    model = f"{markdown_text(str(p.info.drafter))} drafter"
-    data = ModelCardData(model_name=model, eval_results=results, library_name="outrider", tags=["speculative-decoding"])
-    return f"---\n{data.to_yaml()}\n---\n\n# {model}\n\n{_write_markdown(p)}"
+    title = f"{markdown_text(str(p.info.drafter))} drafter"
+    suites = ", ".join(s.name for s in p.conditions.suites)
+    figures = {"mean_acceptance_length": p.length().value, "speedup": p.figures.speedup.value}
+    return model_card(f"# {title}\n\n{_write_markdown(p)}", title, results=results_of(figures, suites))
 
 
 FORMS = {

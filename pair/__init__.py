@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ..common.lazy import lazily
 
 if TYPE_CHECKING:
+    from .card import registry_card
     from .comparison import gate_folders, gate_pairs, newest_report, report_in
     from .export import PairExport, export_pair
     from .folder import PairFiles, verify
@@ -28,6 +29,7 @@ __all__ = [
     "new_pair",
     "newest_report",
     "probe",
+    "registry_card",
     "report_in",
     "verify",
 ]

@@ -22,19 +22,19 @@ ROOMS = {
     "common": 3280,
     "targets": 7150,
     "heads": 7540,
-    "formats": 4370,
+    "formats": 4371,
     "decode": 4010,
     "recipes": 790,
     "distill": 5230,
     "costs": 1200,
-    "eval": 4630,
+    "eval": 4745,
     "train": 4480,
-    "pair": 3310,
+    "pair": 3415,
     "serving": 2370,
     "scripts": 3770,
     LAB: 9000,
 }
-OTHERS = {"tests": 52_950, "benchmarks": 4000}
+OTHERS = {"tests": 53_290, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

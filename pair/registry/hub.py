@@ -1,16 +1,17 @@
 """A registry in a repository of the Hugging Face Hub, with the files of `layout`.
 
-One commit adds an entry with all its blobs. It names the commit that it follows, so that of two writers at the same
-time one is refused by the Hub, looks again, and follows the other.
+One commit adds an entry with all its blobs, and a new model card. It names the commit that it follows, so that of two
+writers at the same time one is refused by the Hub, looks again, and follows the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.constants import REPOCARD_NAME
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -20,12 +21,14 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.hf_api import RepoFile
 
+from ... import pair
 from ...common import BadInputError
 from ...common.errors import OutriderError, Refusal, first_line
 from ...common.http_client import without_key
 from ...common.safe_load import read_bytes
+from ..manifest import Manifest
 from .folder import copy_blob
-from .layout import MAX_ENTRY, PAIRS, blob_path
+from .layout import MAX_ENTRY, PAIRS, Entry, blob_path, read_entry
 
 _LONGEST = 400  # letters of what the library says
 _OUTRUN = (409, 412)  # HTTP: the repository has a newer commit
@@ -69,13 +72,16 @@ class HubStore:
             return False
         files = {blob_path(digest): file for digest, file in blobs.items()}
         additions = [CommitOperationAdd(path, file) for path, file in files.items() if path not in there]
+        additions.append(CommitOperationAdd(entry, content))
+        if (added := Entry.at(entry)) is not None:
+            additions.append(CommitOperationAdd(REPOCARD_NAME, self._card(there, added, content)))
         with self._explained():
             if self._head is None:
                 self.api.create_repo(self.repository, private=True, exist_ok=True)
             try:
                 self.api.create_commit(
                     self.repository,
-                    [*additions, CommitOperationAdd(entry, content)],
+                    additions,
                     commit_message=f"Add {entry}",
                     parent_commit=self._head,
                 )
@@ -84,6 +90,18 @@ class HubStore:
                     return False
                 raise
         return True
+
+    def _card(self, there: set[str], added: Entry, content: bytes) -> bytes:
+        """Return the model card with an entry that is added to those that are there."""
+        known = sorted(entry for path in there if (entry := Entry.at(path)) is not None)
+        newest = {entry.name: entry for entry in sorted([*known, added])}
+        manifests: list[Manifest] = []
+        for entry in newest.values():
+            with suppress(Refusal):  # another's damaged entry is not listed
+                held = content if entry == added else self.read(entry.path)
+                manifests.append(read_entry(entry, held, self.where))
+        earlier = self.read(REPOCARD_NAME).decode("utf-8", "replace") if REPOCARD_NAME in there else ""
+        return pair.registry_card(self.repository, manifests, earlier).encode()
 
     def fetch(self, digest: str, to: Path, size: int) -> None:
         path = blob_path(digest)

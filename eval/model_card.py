@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
@@ -75,11 +76,40 @@ def results_of(figures: Mapping[str, float | None], suites: str, of: str = "") -
     ]
 
 
-def hub_id(target: str | None) -> str | None:
-    """Return the Hub id of a target by the place it was loaded from; None for a folder, or what ships with Outrider."""
-    if target is None or target in PUBLISHED:
-        return PUBLISHED.get(target or "")
-    return target if _HUB_ID.fullmatch(target) and target not in NAMES and not is_local(target) else None
+@dataclass(frozen=True)
+class CardTarget:
+    """The target of a drafter, as a card names it.
+
+    Attributes:
+        path: that it was loaded from. adapted: whether an adapter was merged into it. digest, dtype: its fingerprint's.
+    """
+
+    path: str | None
+    adapted: bool
+    digest: str
+    dtype: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether Outrider knows it by a name of its own."""
+        return self.path in NAMES
+
+    @property
+    def hub_id(self) -> str | None:
+        """Its Hub id; None for a folder, or what ships with Outrider."""
+        path = PUBLISHED.get(self.path or "", self.path or "")
+        return path if _HUB_ID.fullmatch(path) and path not in NAMES and not is_local(path) else None
+
+    def sentence(self, drafter: str) -> str:
+        """Return what a drafter of this type is for."""
+        named = f"`{self.path}`, which Outrider knows" if self.is_ours else "a target that is not on the Hub"
+        if self.hub_id is not None:
+            named = f"[{self.hub_id}](https://huggingface.co/{self.hub_id})"
+        adapted = " with an adapter" if self.adapted else ""
+        return (
+            f"A speculative drafter of type `{drafter}` for {named}{adapted}, and for no other: the target's content "
+            f"has the SHA-256 `{self.digest}` ({self.dtype})."
+        )
 
 
 def portable(values: object) -> object:
@@ -98,12 +128,8 @@ def portable_command(line: str) -> str:
     return ""
 
 
-def serving(drafter: str, target: str, depth: int, dtype: str) -> list[str]:
-    """Return how each engine serves the drafter of the pair in `pair`, or why it does not, in lines of Markdown.
-
-    Args:
-        drafter: its type. target: the place of its target for engines, `EXPORT` in it being the export's folder.
-    """
+def serving(drafter: str, target: CardTarget, depth: int) -> list[str]:
+    """Return how each engine serves the drafter of the pair in `pair`, or why it does not, in lines of Markdown."""
     lines: list[str] = []
     for engine, title in ENGINES.items():
         one = support_of(drafter, engine)
@@ -113,7 +139,8 @@ def serving(drafter: str, target: str, depth: int, dtype: str) -> list[str]:
         known = SERVED.get((engine, drafter))
         proven = "read back by the rules of its source" if known is None else f"served by {known.build}, {known.date}"
         folder = f"exported-{engine}"
-        command = launch(engine, drafter, target.replace("EXPORT", folder), folder, depth, dtype).command
+        place = f"{folder}/target" if target.adapted else target.hub_id or "path/to/target"
+        command = launch(engine, drafter, place, folder, depth, target.dtype).command
         exported = f"outrider export pair --to {engine} --depth {depth} --out {folder}"
         lines += [f"**{title}** (drafters of this type were {proven}):", "", "```sh", exported]
         lines += [*filter(None, [command]), "```", ""]

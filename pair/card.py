@@ -6,20 +6,20 @@ from collections.abc import Iterator, Sequence
 
 from huggingface_hub import EvalResult
 
-from ..eval.model_card import hub_id, model_card, portable_command, results_of, serving
+from ..eval.model_card import CardTarget, model_card, portable_command, results_of, serving
 from ..eval.reports.tables import markdown_text
 from .manifest import Manifest
 
 
 def registry_card(repository: str, manifests: Sequence[Manifest], earlier: str = "") -> str:
     """Return the card of a repository of pairs, in the place of an earlier one; see `eval.model_card`."""
-    bases = [base for m in manifests if (base := hub_id(m.target.source.path)) is not None]
+    bases = {base for manifest in manifests if (base := _target(manifest).hub_id) is not None}
     body = [f"# {repository.rpartition('/')[2]}", ""]
     for manifest in manifests:
         body += _section(repository, manifest)
     results = [result for manifest in manifests for result in _results(manifest)]
     drafters = sorted({manifest.drafter.type for manifest in manifests})
-    return model_card("\n".join(body), repository, drafters, sorted(set(bases)), results, earlier)
+    return model_card("\n".join(body), repository, drafters, sorted(bases), results, earlier)
 
 
 def _suites(manifest: Manifest) -> str:
@@ -32,22 +32,19 @@ def _results(manifest: Manifest) -> Iterator[EvalResult]:
         yield from results_of({"tau": line.tau.value, "speedup": line.speedup.value}, _suites(manifest), of)
 
 
+def _target(manifest: Manifest) -> CardTarget:
+    source, fingerprint = manifest.target.source, manifest.target.fingerprint
+    return CardTarget(source.path, bool(source.adapter), fingerprint.digest, markdown_text(fingerprint.dtype))
+
+
 def _section(repository: str, manifest: Manifest) -> list[str]:
     """Return a pair in lines of Markdown. Whatever is a name or a text in it may be a stranger's."""
-    source, fingerprint = manifest.target.source, manifest.target.fingerprint
-    base = hub_id(source.path)
-    named = f"[{base}](https://huggingface.co/{base})" if base else "a target that is not on the Hub"
-    adapted = " with an adapter, which the pair holds" if source.adapter else ""
-    served = "EXPORT/target" if source.adapter else base or "path/to/target"
-    dtype = markdown_text(fingerprint.dtype)
-    pulled = f"outrider pair pull {manifest.name}@{manifest.version} pair --registry hf://{repository}"
+    target, made_by = _target(manifest), f"Outrider {markdown_text(manifest.outrider_version)}"
     return [
         f"## {markdown_text(manifest.name)} version {manifest.version}",
         "",
-        f"A speculative drafter of type `{markdown_text(manifest.drafter.type)}` for {named}{adapted}, and for no "
-        f"other: the target's content has the SHA-256 `{fingerprint.digest}` ({dtype}). The two are one pair of "
-        f"Outrider {markdown_text(manifest.outrider_version)} ({markdown_text(manifest.lineage.reason)}), which drafts "
-        f"by {manifest.plan.restored()}.",
+        f"{target.sentence(markdown_text(manifest.drafter.type))} The two are one pair, made by {made_by} "
+        f"({markdown_text(manifest.lineage.reason)}), which drafts by {manifest.plan.restored()}.",
         "",
         *_figures(manifest),
         "",
@@ -55,10 +52,10 @@ def _section(repository: str, manifest: Manifest) -> list[str]:
         "again.",
         "",
         "```sh",
-        pulled,
+        f"outrider pair pull {manifest.name}@{manifest.version} pair --registry hf://{repository}",
         "```",
         "",
-        *serving(manifest.drafter.type, served, manifest.plan.depth, dtype),
+        *serving(manifest.drafter.type, target, manifest.plan.depth),
     ]
 
 

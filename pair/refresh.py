@@ -119,6 +119,8 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
         safe = {"trust_remote_code": False, "engine": None}  # a pair's recipe may not name programs to run
         safe["allow_changed"] = False
         changes["target"] = recipe.target.model_dump(mode="json") | source | dtype | safe
+    if recipe.training.get("push_to_hub"):  # nor a place on the Hub
+        changes["training.push_to_hub"] = False
     if pair.manifest.lineage.parent is None:
         if (steps := recipe.training.get("max_steps", -1)) > 0:
             changes["training.max_steps"] = ceil(TRAINING_SHARE * steps)

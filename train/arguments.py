@@ -33,7 +33,8 @@ _MEANINGLESS = {
     "label_smoothing_factor": "a drafter learns the target's whole distribution, there are no labels to smooth",
     "neftune_noise_alpha": "a drafter's input embeddings are the target's or must match them, noise is not supported",
     "use_liger_kernel": "on CUDA, losses use it by themselves where it is installed; the models stay as they are",
-    "push_to_hub": "`outrider pair push` publishes a pair there, all of it or nothing",
+    **dict.fromkeys(("hub_strategy", "hub_always_push"), "training.push_to_hub pushes once, when all is trained"),
+    "hub_revision": "training.push_to_hub pushes to the main branch",
     "fsdp": "the launcher says so (accelerate launch --config_file recipes/accelerate/fsdp2.yaml)",
 }
 
@@ -58,6 +59,28 @@ _RANGES: dict[str, tuple[int, float]] = {
 
 
 _OWN = {"packing": bool, "max_length": int | None}  # TRL's words, which are no `TrainingArguments`
+
+
+PUSH = ("push_to_hub", "hub_model_id", "hub_private_repo")  # which `train.hub` reads, in the place of the trainer
+
+
+@dataclass(frozen=True)
+class Push:
+    """Where on the Hub a finished drafter goes; `private` is None for what is the rule there."""
+
+    repository: str
+    private: bool | None = None
+
+
+def push_of(values: dict[str, Any]) -> Push | None:
+    """Return where a recipe's `training` pushes its drafter; None for nowhere."""
+    checked = check_training(values)
+    return Push(checked["hub_model_id"], checked.get("hub_private_repo")) if checked.get("push_to_hub") else None
+
+
+def unpushed(values: dict[str, object]) -> dict[str, object]:
+    """Return a recipe's `training` without a place to push to."""
+    return {name: value for name, value in values.items() if name not in PUSH}
 
 
 @dataclass(frozen=True)
@@ -110,15 +133,20 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
             "training.max_length is the length of a pack: set training.packing: true, or leave it out (rows are as "
             "long as data.max_prompt_tokens and data.max_new_tokens allow)."
         )
+    if checked.get("push_to_hub") and not re.fullmatch(r"[\w.-]+/[\w.-]+", checked.get("hub_model_id") or ""):
+        raise BadInputError(
+            f"training.hub_model_id: expected ORG/NAME, where training.push_to_hub pushes to, found "
+            f"{checked.get('hub_model_id')!r}."
+        )
     for name, why in _MEANINGLESS.items():
-        if checked.get(name):
+        if checked.get(name) and checked[name] not in ("end", "every_save"):  # of hub_strategy: no checkpoints
             raise BadInputError(f"training.{name}: leave it out: {why}.")
     return checked
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
     """Return a recipe's `TrainingArguments`, over the defaults below; refuse bad values. Sets up processes, device."""
-    values = {n: v for n, v in (_defaults(recipe) | check_training(recipe.training)).items() if n not in _OWN}
+    values = {n: v for n, v in (_defaults(recipe) | check_training(recipe.training)).items() if n not in {*_OWN, *PUSH}}
     with_muon = values.get("optim") == muon.NAME
     try:
         values["remove_unused_columns"] = False  # all are used, and `forward` names none of them

@@ -31,7 +31,7 @@ from ..eval.suites import Suite, suites_of
 from ..heads import Drafter, load_drafter
 from ..recipes import Recipe
 from ..targets import Target
-from .arguments import training_arguments
+from .arguments import training_arguments, unpushed
 from .callbacks import held_out_taus
 from .check import check, check_by_configs, check_recomputes
 from .drafter_init import check_makes
@@ -167,9 +167,10 @@ def check_trains(recipe: Recipe, target: Target) -> None:
 
 
 def placed(recipe: Recipe, place: Path) -> Recipe:
-    """Return a recipe on the shared responses, with an output of its own."""
+    """Return a recipe on the shared responses, with an output of its own, whose drafter stays there."""
     data = recipe.data.model_copy(update={"responses": recipe.data.responses or str(place / "data")})
-    return recipe.model_copy(update={"data": data, "output": str(place / recipe.name)})
+    moved = {"data": data, "training": unpushed(recipe.training), "output": str(place / recipe.name)}
+    return recipe.model_copy(update=moved)
 
 
 def check_comparable(recipes: Sequence[Recipe]) -> None:

@@ -15,6 +15,7 @@ from ..distill.data_set import provenance as data_provenance
 from ..heads.registry import is_warm, with_defaults
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, Target
+from .arguments import PUSH
 from .drafter_init import warm_folder
 
 RECIPE = "recipe.yaml"
@@ -32,7 +33,7 @@ _FREE |= {"dataloader_persistent_workers", "dataloader_prefetch_factor"}
 _FREE |= {"save_strategy", "save_steps", "save_total_limit", "save_only_model"}
 _FREE |= {"eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size"}
 _FREE |= {"logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_level"}
-_FREE |= {"report_to", "project", "disable_tqdm"}
+_FREE |= {"report_to", "project", "disable_tqdm", *PUSH}
 
 
 # How the rows of a step are spread. Where a checkpoint says how many there are in all, only that must stay.

@@ -43,8 +43,8 @@ from ..recipes import Recipe
 from ..targets import Target
 from ..targets.images import StoredImages
 from . import checkpoints, provenance
-from .arguments import MEASURED, packing_of
-from .callbacks import KeptWeights, Reports, finish_reports
+from .arguments import MEASURED, packing_of, push_of
+from .callbacks import KeptWeights, Reports, finish_reports, taus
 from .check import check, check_by_configs, check_recomputes, check_with_target
 from .data import (
     Batches,
@@ -58,6 +58,7 @@ from .data import (
 from .decoding import MeasuredTau, OnPolicy
 from .drafter_init import made_for
 from .hooks import enable_checkpointing
+from .hub import claim, push_drafter
 from .packing import PackedBatches, Packs
 from .processes import PeerLostError, is_lost_peer, peak_bytes
 from .stopping import Patience, Until, check_same_budget, counted, follow_clock, saved_clock
@@ -121,6 +122,8 @@ def train(
     with _explain_interruptions(args), locked(recipe.output_folder) if args.process_index == 0 else nullcontext():
         if seconds is not None:
             follow_clock(args)
+        if (push := push_of(recipe.training)) is not None and args.process_index == 0:
+            claim(push)
         start = _starting_point(recipe, args, resume, seconds)
         if target is None and recipe.target.engine is not None:
             target = target_in_engine(recipe.target, args.device)
@@ -295,6 +298,10 @@ class _Training:
         self.args.distributed_state.wait_for_everyone()
         # accelerate wraps mixed precision around the instance's `forward`; the caller may use the drafter again.
         vars(trainer.drafter.eval()).pop("forward", None)
+        if (push := push_of(self.recipe.training)) is not None and self.args.process_index == 0:
+            held = f"On rows held out of {steps} steps: {', '.join(taus(metrics, 'eval_')) or 'nothing known'}{kept}."
+            push_drafter(push, self.recipe, self.target, trainer.drafter.name, folder, held)
+            (self.console or VisibleConsole(stderr=True)).print(f"pushed to hf://{push.repository}", highlight=False)
         return TrainResult(folder, metrics, steps, kept)
 
     def _train(self, trainer: DrafterTrainer, start: Path | None) -> tuple[int, dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.constants import REPOCARD_NAME
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -23,14 +23,13 @@ from huggingface_hub.hf_api import RepoFile
 
 from ... import pair
 from ...common import BadInputError
-from ...common.errors import OutriderError, Refusal, first_line
-from ...common.http_client import without_key
+from ...common.errors import OutriderError, Refusal
+from ...common.hub import HUB_ADVICE, hub_reason
 from ...common.safe_load import read_bytes
 from ..manifest import Manifest
 from .folder import copy_blob
 from .layout import MAX_ENTRY, PAIRS, Entry, blob_path, read_entry
 
-_LONGEST = 400  # letters of what the library says
 _OUTRUN = (409, 412)  # HTTP: the repository has a newer commit
 
 
@@ -136,10 +135,7 @@ class HubStore:
         except OutriderError:
             raise
         except Exception as error:
-            key = self.api.token if isinstance(self.api.token, str) else get_token()
-            first = without_key(first_line(error), key)[:_LONGEST].rstrip(".") + "."
+            said = f"{self.where}: {hub_reason(error, self.api)}"
             if isinstance(error, (EntryNotFoundError, LocalEntryNotFoundError)):
-                raise Refusal(f"{self.where}: {first} Push the pair again.") from error
-            raise BadInputError(
-                f"{self.where}: {first} Check the name, the network and your access (`hf auth login`)."
-            ) from error
+                raise Refusal(f"{said} Push the pair again.") from error
+            raise BadInputError(f"{said} {HUB_ADVICE}") from error

@@ -136,6 +136,13 @@ def test_a_refresh_leaves_out_keys_of_trainings_that_are_gone(trained, make_targ
     assert refresh_recipe(pair, make_target(), pair.folder / "out").data == pair.recipe().data
 
 
+def test_a_refresh_pushes_only_where_it_is_asked_to(trained, make_target, tmp_path):
+    """A pair may be a stranger's: its recipe names no place where this user's drafter goes."""
+    pair, asked = trained(push_to_hub=True, hub_model_id="stranger/head"), ["training.push_to_hub=true"]
+    assert not refresh_recipe(pair, make_target(), tmp_path / "out").training["push_to_hub"]
+    assert refresh_recipe(pair, make_target(), tmp_path / "out", asked).training["push_to_hub"]
+
+
 def test_a_refreshed_pair_is_not_cut_again(trained, make_pair, make_target, tmp_path):
     first = trained("ngram", max_steps=50)
     second = make_pair("ngram", tmp_path / "second", recipe=first.recipe(), parent=first)

@@ -40,7 +40,7 @@ from outrider.train.processes import check_engine, check_kind_of_processes, chec
         ({"dataloader_num_workers": -1}, r"training.dataloader_num_workers: expected 0 or more, found -1"),
         ({"adam_beta2": 1.0}, r"training.adam_beta2: expected 0 or more and less than 1, found 1\."),
         ({"label_smoothing_factor": 0.1}, r"training.label_smoothing_factor: leave it out"),
-        ({"push_to_hub": True}, r"training.push_to_hub: leave it out: .* publishes a pair there"),
+        ({"hub_strategy": "checkpoint"}, r"training.hub_strategy: leave it out: .* once, when all is trained"),
         ({"use_liger_kernel": True}, r"training.use_liger_kernel: leave it out: .* by themselves where it is"),
         ({"fsdp": "full_shard"}, r"training.fsdp: leave it out"),
         ({"max_length": 512}, "max_length is the length of a pack: set training.packing: true"),

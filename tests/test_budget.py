@@ -28,13 +28,13 @@ ROOMS = {
     "distill": 5230,
     "costs": 1200,
     "eval": 4775,
-    "train": 4618,
+    "train": 4624,
     "pair": 3415,
     "serving": 2370,
     "scripts": 3770,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_420, "benchmarks": 4000}
+OTHERS = {"tests": 53_436, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

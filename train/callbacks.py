@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..common.errors import reason
 from ..common.progress import Advance, progress
 from ..common.signals import ECHO, StoppedError, listening
 from ..recipes import Recipe
@@ -212,14 +213,19 @@ class Reports(TrainerCallback):
 
 
 def finish_reports(recipe: Recipe, args: TrainingArguments) -> None:
-    """Add the recipe and provenance to the wandb run, which ends with the process."""
+    """Add the recipe and provenance to the wandb run, which ends with the process; a failure is only a warning."""
     wandb: Any = importlib.import_module("wandb") if _runs(args, "wandb") else None
     if wandb is None or wandb.run is None:
         return
-    artifact = wandb.Artifact(f"{recipe.name}-report", type="report")
-    for name in (RECIPE, PROVENANCE):
-        artifact.add_file(str(recipe.output_folder / name))
-    wandb.run.log_artifact(artifact)
+    try:
+        artifact = wandb.Artifact(f"{recipe.name}-report", type="report")
+        for name in (RECIPE, PROVENANCE):
+            artifact.add_file(str(recipe.output_folder / name))
+        wandb.run.log_artifact(artifact)
+    except Exception as error:  # of any kind; the result is written, and hours of work are in it
+        _log.warning(
+            "wandb did not take the recipe and provenance (%s); both are in %s.", reason(error), recipe.output_folder
+        )
 
 
 def _runs(args: TrainingArguments, name: str) -> bool:

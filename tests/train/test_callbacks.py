@@ -11,6 +11,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from outrider.common import BadInputError, progress
 from outrider.recipes import Recipe
 from outrider.train import TrainResult, train
 from outrider.train import __main__ as entry
-from outrider.train.callbacks import held_out_taus, log_line
+from outrider.train.callbacks import finish_reports, held_out_taus, log_line
 
 from ..forked import Forked
 from .conftest import MakeRecipe
@@ -117,6 +118,24 @@ def test_an_offline_wandb_run_holds_everything(recipe, target, tmp_path, monkeyp
     settings = {key for record in found["config"] for key in record}
     assert {"recipe", "learning_rate"} <= settings
     assert "followed-report" in found["artifacts"]
+
+
+def test_a_tracker_that_fails_in_the_end_is_a_warning(recipe, monkeypatch, tmp_path, caplog):
+    """The result is written by then: nobody should lose hours to a full quota."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError("quota exceeded")
+
+    made = recipe(report_to="wandb")
+    made.output_folder.mkdir()
+    for name in ("recipe.yaml", "provenance.json"):
+        (made.output_folder / name).write_text("")
+    artifact = SimpleNamespace(add_file=str)
+    wandb = SimpleNamespace(run=SimpleNamespace(log_artifact=refuse), Artifact=lambda *_, **__: artifact)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    finish_reports(made, SimpleNamespace(report_to="wandb"))  # type: ignore[arg-type]
+    assert "OSError: quota exceeded" in caplog.text
+    assert str(made.output_folder) in caplog.text
 
 
 def records(file: Path) -> dict[str, list[Any]]:

@@ -24,6 +24,7 @@ from ..common.plugins import plugin
 from ..targets import Target
 from ..targets.documents import Documents
 from .divergences import DIVERGENCES, HARD, PARAMETERS, Divergence, hard_cross_entropy, soft_cross_entropy
+from .float32_logits import Float32Logits
 
 Head = Callable[[Tensor], Tensor]
 
@@ -323,7 +324,9 @@ def chunked_compare(
             reference = TargetDistribution.of(settings.target_head(target_hidden[part]), settings.kept, tokens)
         for i, head in enumerate(heads):
             hidden = slopes.chunk((i, part))
-            compared = compare(reference, head(hidden), settings.loss)
+            with Float32Logits():
+                logits = head(hidden)
+            compared = compare(reference, logits, settings.loss)
             results[:, i, part] = torch.stack([values.detach() for values in compared])
             slopes.learn((compared[0] * weights[i, part]).sum(), hidden, (i, part))
     total = slopes.attach((results[0] * weights).sum())

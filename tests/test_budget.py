@@ -21,7 +21,7 @@ LAB = "lab"
 ROOMS = {
     "common": 3290,
     "targets": 7150,
-    "heads": 7540,
+    "heads": 7610,
     "formats": 4371,
     "decode": 4010,
     "recipes": 790,
@@ -34,7 +34,7 @@ ROOMS = {
     "scripts": 3770,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_440, "benchmarks": 4000}
+OTHERS = {"tests": 53_520, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ...targets.documents import Documents
 from ..base import Drafter, DrafterLoss, TargetBatch
+from ..float32_logits import Float32Logits
 from ..losses import (
     ChunkedSlopes,
     TargetDistribution,
@@ -272,7 +273,8 @@ class BlockLearning:
         config = self.drafter.config
         with torch.no_grad(), own_precision(hidden.device):
             reference = self._reference(part)
-        logits = self.logits(hidden)
+        with Float32Logits():
+            logits = self.logits(hidden)
         measure = divergence(config.loss)
         weights = fixed
         loss, alpha, top1 = compare(reference, logits, measure)

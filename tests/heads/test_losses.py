@@ -20,6 +20,7 @@ from outrider.heads.divergences import (
     hard_cross_entropy,
     smooth_l1,
 )
+from outrider.heads.float32_logits import Float32Logits
 from outrider.heads.losses import (
     LossSettings,
     PositionLosses,
@@ -467,7 +468,8 @@ def test_mixed_precision_is_for_the_drafter_alone():
         with own_precision(torch.device("meta")):
             assert target_head(target_hidden).dtype == torch.bfloat16
         found = compared((target_hidden, hidden), (target_head, draft_head), "tv")
-        drafted = draft_head(hidden).float()
+        with Float32Logits():
+            drafted = draft_head(hidden)
     assert torch.equal(exact, target_head(target_hidden))
     expected = divergence("tv")(TargetDistribution.of(target_head(target_hidden)), drafted.log_softmax(-1))
     assert_same(found.loss, expected.detach(), LARGE)

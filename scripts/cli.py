@@ -53,34 +53,50 @@ SPEAKING = {("generate",)} | {(name, verb) for name, group in verb_groups().item
 # The reader of stdout left, as head does.
 GOES_ON = "what was done is kept, and the same command goes on from there."
 
-# In the order in which `--help` shows them.
-VERBS: dict[str, Callable[..., None]] = {
-    "init": starter.init,
-    "fetch": fetching.fetch,
-    "recipe": recipe_keys.recipe,
-    "export": export_cli.export,
-    "import": export_cli.import_,
-    "lint": export_cli.lint,
-    "formats": export_cli.formats,
-    "served": serving_cli.served,
-    "distill": training_cli.distill,
-    "train": training_cli.train,
-    "plan": training_cli.plan,
-    "eval": measuring_cli.evaluate,
-    "compare": training_cli.compare,
-    "tune": measuring_cli.tune,
-    "generate": measuring_cli.generate,
-    "probe": pair_cli.probe,
-    "refresh": pair_cli.refresh,
-    "gate": measuring_cli.gate,
-    "doctor": doctor.doctor,
-    "quickstart": training_cli.quickstart,
+# By the titles of `--help`, in the order of work.
+VERBS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Start": {
+        "quickstart": training_cli.quickstart,
+        "doctor": doctor.doctor,
+        "fetch": fetching.fetch,
+        "init": starter.init,
+        "recipe": recipe_keys.recipe,
+    },
+    "Data and training": {
+        "plan": training_cli.plan,
+        "data": data_cli.data_app,
+        "distill": training_cli.distill,
+        "train": training_cli.train,
+        "compare": training_cli.compare,
+    },
+    "Measuring and running": {
+        "eval": measuring_cli.evaluate,
+        "tune": measuring_cli.tune,
+        "generate": measuring_cli.generate,
+    },
+    "Keeping fresh": {
+        "pair": pair_cli.pair_app,
+        "probe": pair_cli.probe,
+        "refresh": pair_cli.refresh,
+        "gate": measuring_cli.gate,
+    },
+    "Serving": {
+        "formats": export_cli.formats,
+        "export": export_cli.export,
+        "lint": export_cli.lint,
+        "import": export_cli.import_,
+        "served": serving_cli.served,
+    },
 }
+ORDER = [*(name for verbs in VERBS.values() for name in verbs), *verb_groups()]
 ARGUMENTS_AFTER = {"served"}  # `--` and the arguments of an engine
 
 
 class Verbs(TyperGroup):
     """Verbs whose errors become one line on stderr, an exit code, and an answer in JSON if a program asked."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return sorted(self.commands, key=ORDER.index)  # typer has groups last
 
     def make_context(self, *given: Any, **settings: Any) -> Any:
         try:
@@ -159,25 +175,28 @@ def _epilog(examples: Sequence[str]) -> str:
     return "\n\n".join(["[bold]Examples[/bold]", *map(escape, examples)])
 
 
-def _add_group(name: str, group: typer.Typer, examples: Mapping[str, Sequence[str]]) -> None:
+def _add_group(name: str, group: typer.Typer, examples: Mapping[str, Sequence[str]], panel: str) -> None:
     """Add the verbs of a group, each with its examples below its help."""
     for command in group.registered_commands:
         verb = f"{name} {command.name or getattr(command.callback, '__name__', '')}"
         if verb in examples:
             command.epilog = _epilog(examples[verb])
-    app.add_typer(group, name=name)
+    app.add_typer(group, name=name, rich_help_panel=panel)
 
 
-_add_group("pair", pair_cli.pair_app, EXAMPLES)
-_add_group("data", data_cli.data_app, EXAMPLES)
-for _name, _verb in VERBS.items():
-    app.command(
-        _name,
-        epilog=_epilog(EXAMPLES[_name]),
-        context_settings={"allow_extra_args": _name in ARGUMENTS_AFTER},
-    )(_verb)
+def _add_verb(name: str, verb: Callable[..., None], panel: str) -> None:
+    extra = {"allow_extra_args": name in ARGUMENTS_AFTER}
+    app.command(name, epilog=_epilog(EXAMPLES[name]), context_settings=extra, rich_help_panel=panel)(verb)
+
+
+for _panel, _verbs in VERBS.items():
+    for _name, _verb in _verbs.items():
+        if isinstance(_verb, typer.Typer):
+            _add_group(_name, _verb, EXAMPLES, _panel)
+        else:
+            _add_verb(_name, _verb, _panel)
 for _name, _group in verb_groups().items():
-    _add_group(_name, _group.app, _group.examples)
+    _add_group(_name, _group.app, _group.examples, "More")
 
 
 def main() -> None:

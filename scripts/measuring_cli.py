@@ -80,7 +80,10 @@ def evaluate(
     replace_report: Replace = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
+    """Measure τ, acceptance and speedup, with confidence intervals.
+
+    Beside the drafter stand n-gram drafting and plain decoding.
+    """
     if not (Path(name).expanduser() / "pair.json").is_file():
         recipe_of(name, changes)  # refused at once
     from ..common.locks import locked
@@ -134,8 +137,9 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest depth or tree for this machine, by costs and acceptance, then by measurement; the pair
-    keeps it.
+    """The fastest depth or tree for this machine; the pair keeps it.
+
+    Found by costs and acceptance, then by measurement.
     """
     loaded = pair_of(pair)
     from ..eval.tuner import tune as run
@@ -172,7 +176,7 @@ def gate(
     markdown: Annotated[Path | None, typer.Option(help="Also write Markdown for a pull request to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
+    """For CI: exit code 1 if τ fell too far, with confidence."""
     for file, ours in ((junit, '<testsuites name="outrider gate"'), (markdown, "^### . gate (passed|failed): ")):
         if file is not None:
             require_file(file, file.name, ours)
@@ -212,7 +216,7 @@ def generate(
     ] = None,
     template: data_cli.Template = None,
 ) -> None:
-    """Stream a completion: [green]accepted draft tokens[/green] and [magenta]the target's own[/magenta]."""
+    """Stream a completion: [green]accepted drafts[/green], [magenta]the target's own tokens[/magenta]."""
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()  # an argument that is no UTF-8 has halves of surrogates

@@ -43,7 +43,7 @@ RegistryPlace = Annotated[
 ]
 
 
-pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
+pair_app = typer.Typer(no_args_is_help=True, help="Make, show, verify, sign, publish and compare pairs.")
 
 
 @pair_app.command()
@@ -153,7 +153,10 @@ def probe(
     template: data_cli.Template = None,
     as_json: AsJson = False,
 ) -> None:
-    """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
+    """Is the pair still right for a changed target?
+
+    Exit code 0: fresh, 1: stale, 3: incompatible.
+    """
     loaded, asked = pair_of(pair), data_cli.arguments(template)
     from ..pair import probe as run
 
@@ -187,7 +190,7 @@ def refresh(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train the drafter on for a changed target, from where it is, and write the next version."""
+    """Train the drafter on for a changed target: the next version."""
     loaded = pair_of(pair)
     from ..pair.refresh import RefreshOptions
     from ..pair.refresh import refresh as run

@@ -134,7 +134,10 @@ def recipe(
         str | None, typer.Option("--explain", metavar="KEY", help="A key or a section, such as eval.repeats or data.")
     ] = None,
 ) -> None:
-    """A recipe with every default written out; or what a key means, its type, its default and its allowed values."""
+    """A recipe with every default written out; or what a key means.
+
+    Of a key: its meaning, its type, its default and its allowed values.
+    """
     if key is not None:
         for one in explain(key):
             default = f", default {one.default}" if one.default not in ("", "required") else ""

@@ -71,7 +71,9 @@ def served(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The whole result, for programs.")] = False,
 ) -> None:
-    """Does an engine do what was measured? Its text, τ, acceptance by position and speedup, beside our decoder's.
+    """Does an engine do what was measured?
+
+    Its text, τ, acceptance by position and speedup stand beside our decoder's.
 
     Exit code 1 if it does not, with what is probably wrong. Arguments after -- go to the engine that --start starts.
     """

@@ -177,7 +177,10 @@ def init(
         list[str] | None, typer.Option(help="A source for data.prompts; may be repeated (default: a line to fill in).")
     ] = None,
 ) -> None:
-    """A commented starter recipe for a model, by its config alone: method, sizes, lengths, dtype."""
+    """A commented starter recipe for a model, by its config alone.
+
+    The config says method, sizes, lengths and dtype.
+    """
     require_file(out, "the recipe")
     if prompts:
         from ..distill.sources import check_sources

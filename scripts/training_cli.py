@@ -16,7 +16,7 @@ from .output import console_for, finish
 
 
 def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
-    """Let the target answer the recipe's prompts: the data a drafter learns from."""
+    """Let the target answer the prompts: what a drafter learns from."""
     loaded = recipe_of(recipe, changes)
     require_place(loaded.output_folder, *TRAINED, COMPARISON)
     from ..distill import distill as run
@@ -37,7 +37,10 @@ def train(
     engine: export_cli.Engine = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
+    """Train a drafter (distils first if needed).
+
+    For many processes: accelerate launch -m outrider.train RECIPE.
+    """
     loaded = recipe_of(recipe, changes)
     require_place(loaded.output_folder, *TRAINED)
     export_cli.check_servable(loaded, engine)
@@ -72,8 +75,9 @@ def plan(
     engine: export_cli.Engine = None,
     as_json: AsJson = False,
 ) -> None:
-    """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs and the
-    lengths of local prompts.
+    """Before anything is spent: memory, disk, operations and time.
+
+    On this machine and on named GPUs, from the configs and the lengths of local prompts.
     """
     loaded = recipe_of(recipe, changes)
     export_cli.check_servable(loaded, engine)
@@ -99,8 +103,9 @@ def compare(
     ] = Path("runs/compare"),
     as_json: AsJson = False,
 ) -> None:
-    """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup,
-    parameters, with intervals.
+    """Train recipes for the same time on the same data, and compare.
+
+    All are measured in one run: τ, speedup, parameters, with intervals.
     """
     loaded = recipes_of(recipes)
     require_place(out, COMPARISON)
@@ -119,8 +124,9 @@ def compare(
 def quickstart(
     out: Annotated[Path, typer.Option(help="Working folder; finished stages in it are reused.")] = Path("quickstart"),
 ) -> None:
-    """The whole story on the embedded target, in a few minutes: distil, train, measure, pair; change the target;
-    probe, refresh, gate.
+    """The whole story on the embedded target, in a few minutes.
+
+    Distil, train, measure, pair; change the target; probe, refresh, gate.
     """
     require_place(out, QUICKSTART, what="the quickstart")
     from .quickstart import tell

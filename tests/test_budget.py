@@ -21,7 +21,7 @@ LAB = "lab"
 ROOMS = {
     "common": 3290,
     "targets": 7150,
-    "heads": 7610,
+    "heads": 7540,
     "formats": 4371,
     "decode": 4010,
     "recipes": 790,
@@ -31,10 +31,10 @@ ROOMS = {
     "train": 4624,
     "pair": 3415,
     "serving": 2370,
-    "scripts": 3770,
+    "scripts": 3825,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_520, "benchmarks": 4000}
+OTHERS = {"tests": 53_445, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

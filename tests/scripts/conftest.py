@@ -161,7 +161,7 @@ def ngram_pair(recipe_file: Path, tmp_path: Path, target_folder: Path) -> Path:
 def outrider() -> Command:
     """Run the command in this process."""
 
-    def run(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(a) for a in arguments])
+    def run(*arguments: object, env: dict[str, str] | None = None) -> Result:
+        return CliRunner().invoke(app, [str(a) for a in arguments], env=env)
 
     return run

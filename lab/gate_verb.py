@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..scripts.measuring_cli import finish_gate
-from ..scripts.options import AsJson
+from ..scripts.options import AsJson, Baseline, Measured
 
 
 def gate(
-    pair: Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's or a report's folder.")],
-    against: Annotated[Path, typer.Option(help="The baseline: a pair's or a report's folder.")],
+    pair: Measured,
+    against: Baseline,
     tolerance: Annotated[float, typer.Option(min=0, max=1, help="How far τ may fall, as a fraction.")] = 0.03,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999)] = 0.95,
     as_json: AsJson = False,

@@ -14,7 +14,7 @@ from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.locks import locked
 from ..common.places import require_file
-from ..scripts.options import AsJson, Identity, Replace, Signers
+from ..scripts.options import AsJson, Identity, Replace, Signers, pairs_like
 from ..scripts.output import console_for, finish, print_lines
 from ..scripts.pair_cli import RegistryPlace, opened_registry, side_of
 
@@ -28,7 +28,11 @@ _FINDING = 1
 def report(
     subjects: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PAIR|REPORT]...", help="Folders; with --registry, NAME of a pair there."),
+        typer.Argument(
+            metavar="[PAIR|REPORT]...",
+            autocompletion=pairs_like,
+            help="Folders; with --registry, NAME of a pair there.",
+        ),
     ] = None,
     to: Annotated[
         list[str] | None,

@@ -9,17 +9,12 @@ import typer
 from rich.markup import escape
 
 from ..common.places import COMPARISON, require_place
-from ..scripts.options import AsJson, recipes_of
+from ..scripts.options import AsJson, SeveralRecipes, recipes_of
 from ..scripts.output import console_for, finish
 
 
 def search(
-    recipes: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RECIPE... [KEY=VALUE]...", help="Recipes of one target and the same data; changes are for all."
-        ),
-    ],
+    recipes: SeveralRecipes,
     candidates: Annotated[
         int,
         typer.Option(min=2, help="The given recipes, and others drawn around them; the best get all of the time."),

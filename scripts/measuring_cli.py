@@ -19,8 +19,10 @@ from .options import (
     FINDING,
     Adapter,
     AsJson,
+    Baseline,
     Batches,
     Contexts,
+    Measured,
     Overrides,
     PairFolder,
     Quantize,
@@ -29,7 +31,9 @@ from .options import (
     Temperature,
     checked_temperatures,
     pair_of,
+    pairs_like,
     recipe_of,
+    recipes_like,
     share,
 )
 from .output import console_for, finish, print_lines
@@ -41,7 +45,11 @@ if TYPE_CHECKING:
 def evaluate(
     name: Annotated[
         str,
-        typer.Argument(metavar="RECIPE|PAIR", help="A recipe (its trained drafter is measured), or a pair's folder."),
+        typer.Argument(
+            metavar="RECIPE|PAIR",
+            autocompletion=lambda incomplete: [*recipes_like(incomplete), *pairs_like(incomplete)],
+            help="A recipe (its trained drafter is measured), or a pair's folder.",
+        ),
     ],
     changes: Overrides = None,
     drafter: Annotated[Path | None, typer.Option(help="Measure this saved drafter instead.")] = None,
@@ -168,8 +176,8 @@ def tune(
 
 
 def gate(
-    pair: Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's or a report's folder.")],
-    against: Annotated[Path, typer.Option(help="The baseline: a pair's or a report's folder.")],
+    pair: Measured,
+    against: Baseline,
     tolerance: Annotated[float, typer.Option(min=0, max=1, help="How far τ may fall, as a fraction.")] = 0.03,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999)] = 0.95,
     junit: Annotated[Path | None, typer.Option(help="Also write a JUnit XML report to this file.")] = None,

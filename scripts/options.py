@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,8 +16,28 @@ FINDING = 1
 BAD_INPUT = 2
 FAULT = 70  # exit codes
 
+
+def recipes_like(incomplete: str) -> list[str]:
+    """Return the recipes that begin so, for a shell: packaged ones, and YAML files here or in a folder."""
+    from ..recipes import packaged_recipes
+
+    files = [file for pattern in ("*.yaml", "*/*.yaml") for file in glob(escape(incomplete) + pattern)]
+    return [*(name for name in packaged_recipes() if name.startswith(incomplete)), *sorted(files)]
+
+
+def pairs_like(incomplete: str) -> list[str]:
+    """Return the folders of pairs that begin so, for a shell, at most two levels down."""
+    found = (glob(f"{escape(incomplete)}{levels}/pair.json") for levels in ("*", "*/*"))
+    return sorted(file.removesuffix("/pair.json") for files in found for file in files)
+
+
 RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        autocompletion=recipes_like,
+        help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -35,7 +56,25 @@ def named_pair(folder: Path) -> Path:
 
 
 PairFolder = Annotated[
-    Path, typer.Argument(metavar="PAIR", help="A pair's folder, or the name of one in a package.", callback=named_pair)
+    Path,
+    typer.Argument(
+        metavar="PAIR",
+        autocompletion=pairs_like,
+        help="A pair's folder, or the name of one in a package.",
+        callback=named_pair,
+    ),
+]
+Measured = Annotated[
+    Path, typer.Argument(metavar="PAIR", autocompletion=pairs_like, help="A pair's or a report's folder.")
+]
+Baseline = Annotated[Path, typer.Option(autocompletion=pairs_like, help="The baseline: a pair's or a report's folder.")]
+SeveralRecipes = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RECIPE... [KEY=VALUE]...",
+        autocompletion=recipes_like,
+        help="Recipes of one target and the same data; changes are for all.",
+    ),
 ]
 NewTarget = Annotated[
     str, typer.Option("--target", help="The changed target: a folder, a .gguf, a Hub id, 'embedded'.")

@@ -26,6 +26,7 @@ from .options import (
     RecipeName,
     Signers,
     pair_of,
+    pairs_like,
     recipe_of,
 )
 from .output import console_for, finish, print_facts, print_lines, tell
@@ -289,8 +290,13 @@ def log(
 
 @pair_app.command()
 def diff(
-    one: Annotated[str, typer.Argument(metavar="A", help="A pair's folder, or NAME[@VERSION] of the registry.")],
-    other: Annotated[str, typer.Argument(metavar="B", help="The same of the other pair.")],
+    one: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", autocompletion=pairs_like, help="A pair's folder, or NAME[@VERSION] of the registry."
+        ),
+    ],
+    other: Annotated[str, typer.Argument(metavar="B", autocompletion=pairs_like, help="The same of the other pair.")],
     registry: RegistryPlace = None,
     as_json: AsJson = False,
 ) -> None:

@@ -26,7 +26,7 @@ from ..common.errors import did_you_mean
 from ..common.values import in_words
 from ..recipes import load_recipe
 from ..recipes.schema import Recipe, Section, alternatives, is_section, nearest_key
-from .options import Overrides
+from .options import Overrides, recipes_like
 from .output import print_lines
 
 _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}  # of JSON Schema
@@ -127,7 +127,10 @@ def _of_training(name: str) -> RecipeKey:
 
 def recipe(
     name: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="A recipe to print whole, with every default.")
+        str | None,
+        typer.Argument(
+            metavar="[RECIPE]", autocompletion=recipes_like, help="A recipe to print whole, with every default."
+        ),
     ] = None,
     changes: Overrides = None,
     key: Annotated[

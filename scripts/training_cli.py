@@ -11,7 +11,7 @@ from rich.markup import escape
 from ..common.places import COMPARISON, QUICKSTART, TRAINED, require_place
 from ..common.terminal import VisibleConsole
 from . import export_cli
-from .options import FINDING, AsJson, Overrides, RecipeName, recipe_of, recipes_of
+from .options import FINDING, AsJson, Overrides, RecipeName, SeveralRecipes, recipe_of, recipes_of
 from .output import console_for, finish
 
 
@@ -91,12 +91,7 @@ def plan(
 
 
 def compare(
-    recipes: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RECIPE... [KEY=VALUE]...", help="Recipes of one target and the same data; changes are for all."
-        ),
-    ],
+    recipes: SeveralRecipes,
     budget: Annotated[float, typer.Option(help="Seconds of training for each recipe.")] = 180.0,
     out: Annotated[
         Path, typer.Option(help="Folder of responses, trainings and report; what is finished in it is reused.")

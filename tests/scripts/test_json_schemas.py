@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import typer
 from jsonschema import Draft202012Validator
 
 from outrider.common.digests import CHECKSUM
@@ -169,6 +172,52 @@ def test_shells_complete_verbs(shell: str) -> None:
         command, capture_output=True, text=True, env={"_OUTRIDER_COMPLETE": f"complete_{shell}", **asked}
     ).stdout
     assert "probe" in found
+
+
+def completed(line: str, folder: Path) -> list[str]:
+    """Return what bash is told at the end of a line; without torch, in less than a second of processor."""
+    words = line.split(" ")
+    asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1), "_OUTRIDER_COMPLETE": "complete_bash"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "outrider.scripts.cli"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=asked | {"PYTHONPROFILEIMPORTTIME": "1"},
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    assert not re.search(r"\| +(torch|transformers|numpy)$", done.stderr, flags=re.MULTILINE)
+    return done.stdout.split()
+
+
+def test_shells_complete_recipes_and_pairs(tmp_path: Path) -> None:
+    for file in ("my.yaml", "more/other.yaml", "runs/pair-v1/pair.json", "runs/v2/pair/pair.json", "runs/note.txt"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert completed("outrider train m", tmp_path) == ["more/other.yaml", "my.yaml"]
+    assert completed("outrider data check embedded-ea", tmp_path) == ["embedded-eagle1", "embedded-eagle3"]
+    assert completed("outrider tune ", tmp_path) == ["runs/pair-v1"]
+    assert completed("outrider pair show runs/", tmp_path) == ["runs/pair-v1", "runs/v2/pair"]
+    assert completed("outrider gate runs/pair-v1 --against runs/v", tmp_path) == ["runs/v2/pair"]
+
+
+def test_every_recipe_and_pair_of_a_verb_is_completed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the words that stand for them in its help."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-pair").mkdir()
+    (tmp_path / "a-pair" / "pair.json").touch()
+    seen = 0
+    for verb in sorted(all_verbs()):
+        command = verb_of(["outrider", *verb.split()])[0]
+        for parameter in command.params:
+            for word, known in (("RECIPE", "embedded-eagle3"), ("PAIR", "a-pair")):
+                if word in (parameter.metavar or ""):
+                    found = parameter.shell_complete(typer.Context(command), known[:3])
+                    assert known in [one.value for one in found], (verb, parameter.name)
+                    seen += 1
+    assert seen > 20
 
 
 def test_what_libraries_print_never_gets_into_an_answer(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -20,6 +21,18 @@ Advance = Callable[[int, str], None]
 
 EVERY = 10.0  # seconds from one plain line to the next
 
+_is_quiet = ContextVar("is_quiet", default=False)
+
+
+@contextmanager
+def quietly(wanted: bool = True) -> Iterator[None]:
+    """Show no progress and announce nothing while what is inside runs, if that is wanted. For commands."""
+    token = _is_quiet.set(wanted)
+    try:
+        yield
+    finally:
+        _is_quiet.reset(token)
+
 
 @contextmanager
 def progress(
@@ -29,7 +42,7 @@ def progress(
 
     Where the console is no terminal there are `plain_lines` instead, and nothing where it is None.
     """
-    if console is None or not console.is_terminal:
+    if console is None or not console.is_terminal or _is_quiet.get():
         with plain_lines(console, description, total, done) as advance:
             yield advance
         return
@@ -47,7 +60,7 @@ def progress(
 
 def announce(console: Console | None, text: str) -> None:
     """Say what long work will do, before it begins, where there is a console."""
-    if console is not None:
+    if console is not None and not _is_quiet.get():
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -90,7 +103,7 @@ def plain_lines(console: Console | None, description: str, total: int = 0, done:
 
     Nothing is written for a console that is a terminal, or None.
     """
-    if console is None or console.is_terminal:
+    if console is None or console.is_terminal or _is_quiet.get():
         yield lambda *_: None
         return
     task, ended = _Task(description, total, done), threading.Event()

@@ -127,11 +127,15 @@ class _VisibleRecord(logging.LogRecord):
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Write warnings of all libraries, and Outrider's messages of `level` and above, to stderr. For commands."""
+    """Write Outrider's messages of `level` and above to stderr, and libraries' of the next level, at most errors.
+
+    For commands. With DEBUG each line has its time and its origin.
+    """
     logging.setLogRecordFactory(_VisibleRecord)
     handler = logging.StreamHandler()
-    handler.setFormatter(_VisibleFormatter("%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    origin = "%(asctime)s %(levelname)s %(name)s: " if level == logging.DEBUG else ""
+    handler.setFormatter(_VisibleFormatter(f"{origin}%(message)s"))
+    logging.basicConfig(level=min(level + 10, logging.ERROR), handlers=[handler])
     logging.getLogger("outrider").setLevel(level)
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
+from ..common.progress import announce
 from ..recipes import Recipe, SourceSpec
 from ..recipes.suite_names import find_suites
 from ..targets.images import ImageReader, PromptImage, insert_images
@@ -241,8 +242,7 @@ def recipe_prompts(
     )
     collection = collect(spec.prompts, tokenizer, spec.limit, reading, folder)
     for counts in collection.sources:
-        if console is not None:
-            console.print(counts.summary(), highlight=False, markup=False, soft_wrap=True)
+        announce(console, counts.summary())
         dropped = counts.dropped.total()
         if warn and dropped > ACCEPTABLE * counts.rows:
             share = f"{100 * dropped / counts.rows:.1f}%"

@@ -11,6 +11,7 @@ stdout left.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -24,7 +25,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from ..common import OutriderError
-from ..common.progress import plain_lines, say_retries_once
+from ..common.progress import plain_lines, quietly, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes, require_docstrings
 from ..common.signals import SIGPIPE, StoppedError, how, number_of, stoppable, watched
 from ..common.terminal import log_to_stderr, open_output, print_to_stderr
@@ -113,7 +114,11 @@ class Verbs(TyperGroup):
     def _invoke(self, ctx: Any, as_json: bool, given: list[str]) -> Any:
         speaks = bool(SPEAKING & {tuple(given[:1]), tuple(given[:2])})
         try:
-            with stoppable(), plain_lines(None if speaks else console_for(as_json), " ".join(given[:1])):
+            with (
+                stoppable(),
+                quietly(ctx.params["quiet"] is True),
+                plain_lines(None if speaks else console_for(as_json), " ".join(given[:1])),
+            ):
                 return super().invoke(ctx)
         except KeyboardInterrupt as error:
             if number_of(error) == SIGPIPE and ctx.invoked_subcommand not in RESUMED:
@@ -125,7 +130,7 @@ class Verbs(TyperGroup):
             code = exit_code(error)
             if code is None:
                 raise
-            if os.environ.get("OUTRIDER_DEBUG"):
+            if os.environ.get("OUTRIDER_DEBUG") or ctx.params["quiet"] is False:
                 print_to_stderr(without_secrets(traceback.format_exc()))
             elif code == FAULT:
                 print_to_stderr(without_secrets(traceback.format_exc()))
@@ -157,12 +162,17 @@ def _every_verb(
     _show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    quiet: Annotated[
+        bool | None,
+        typer.Option("--quiet/--verbose", help="Errors and results alone; or the debug log, and tracebacks, too."),
+    ] = None,
 ) -> None:
     require_docstrings()
     # Libraries read these at import; the user's own settings win. Their warnings are for programmers, not for users.
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    log_to_stderr()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if quiet is not False:
+        warnings.filterwarnings("ignore", category=FutureWarning)
+    log_to_stderr({True: logging.ERROR, None: logging.INFO, False: logging.DEBUG}[quiet])
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if quiet is False else "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

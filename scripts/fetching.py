@@ -22,6 +22,7 @@ from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.digests import file_digest, require_whole
 from ..common.locks import scratch_folder
+from ..common.progress import announce
 from .options import AsJson
 from .output import console_for, finish
 
@@ -42,7 +43,7 @@ class Steps(dict[str, float]):
         begin = time.perf_counter()
         yield
         self[name] = round(time.perf_counter() - begin, 1)
-        self.console.print(f"{name}: {self[name]:g} s")
+        announce(self.console, f"{name}: {self[name]:g} s")
 
 
 def fetch(

@@ -22,7 +22,7 @@ from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..common.errors import reason
-from ..common.progress import Advance, progress
+from ..common.progress import Advance, announce, progress
 from ..common.signals import ECHO, StoppedError, listening
 from ..recipes import Recipe
 from .arguments import MEASURED
@@ -117,7 +117,7 @@ class StepLines(TrainerCallback):
         if self._console is None:
             _log.info("%s", line)
         else:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            announce(self._console, line)
 
 
 def log_line(logs: dict[str, Any], step: int) -> str:

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,25 +80,45 @@ def test_a_bar_shows_names_that_look_like_markup() -> None:
     assert "[/red]y" in terminal.getvalue()
 
 
-def test_logs_and_complaints_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+@contextmanager
+def logging_of_a_command(level: int = logging.INFO) -> Iterator[None]:
     root = logging.getLogger()
     handlers = root.handlers[:]
-    level = root.level
+    before = root.level
     own = logging.getLogger("outrider").level
     root.handlers.clear()
     try:
-        log_to_stderr()
+        log_to_stderr(level)
+        yield
+    finally:
+        logging.setLogRecordFactory(logging.LogRecord)
+        root.handlers[:] = handlers
+        root.setLevel(before)
+        logging.getLogger("outrider").setLevel(own)
+
+
+def test_logs_and_complaints_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with logging_of_a_command():
         logging.getLogger("outrider.anywhere").warning("found %s", HOSTILE)
         theirs = logging.getLogger("a library with a handler of its own")
         theirs.propagate, theirs.handlers = False, [logging.StreamHandler()]
         theirs.warning(HOSTILE)
-    finally:
-        logging.setLogRecordFactory(logging.LogRecord)
-        root.handlers[:] = handlers
-        root.setLevel(level)
-        logging.getLogger("outrider").setLevel(own)
     print_to_stderr(HOSTILE)
     assert capsys.readouterr().err == f"found {SHOWN}\n{SHOWN}\n{SHOWN}\n"
+
+
+@pytest.mark.parametrize(("level", "ours", "theirs"), [("ERROR", 3, 3), ("INFO", 1, 2), ("DEBUG", 0, 1)])
+def test_a_level_shows_ours_and_libraries_of_the_next(
+    level: str, ours: int, theirs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = ["DEBUG", "INFO", "WARNING", "ERROR"]
+    with logging_of_a_command(getattr(logging, level)):
+        for name in ("outrider.anywhere", "some.library"):
+            for kind in kinds:
+                logging.getLogger(name).log(getattr(logging, kind), "%s", kind)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[-1] for line in lines] == kinds[ours:] + kinds[theirs:]
+    assert ("outrider.anywhere: " in lines[0]) is (level == "DEBUG")
 
 
 OWN = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+
+from outrider.common import progress
+
+from .conftest import Command, failed, succeeded
 
 OUTRIDER = [sys.executable, "-m", "outrider.scripts.cli"]
 SPEAKS = ["recipe", "--explain", "eval.patience"]  # τ is in it
@@ -48,6 +53,32 @@ def test_every_encoding_of_stdout_gets_all_letters(encoding: str) -> None:
     result = run(SPEAKS, stdout=subprocess.PIPE, env=environment)
     assert result.returncode == 0, result.stderr
     assert ("τ" if encoding == "utf-8" else "\\u03c4") in result.stdout.decode(encoding)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["recipe", "nope"]], ids=["help", "an error"])
+def test_no_color_is_obeyed(words: list[str]) -> None:
+    found = {}
+    for wanted in ("", "1"):
+        environment = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": wanted}
+        result = run(words, stdout=subprocess.PIPE, env=environment)
+        found[wanted] = re.search(rb"\x1b\[[\d;]*3\dm", result.stdout + result.stderr)
+    assert found[""] is not None
+    assert found["1"] is None
+
+
+def test_quiet_leaves_errors_and_results(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    result = succeeded(outrider("--quiet", "train", recipe_file))
+    said = result.stdout.replace("[INFO] Running in WANDB offline mode\n", "")  # where wandb is installed
+    assert re.fullmatch(r"drafter after 2 steps: .*\n", said)
+    assert "so far" not in result.stderr
+    failed(outrider("--quiet", "train", "nope"), "no recipe at 'nope'")
+    assert "so far" in succeeded(outrider("train", recipe_file)).stderr, "the next one is as loud as before"
+
+
+def test_verbose_shows_where_an_error_came_from() -> None:
+    assert b"Traceback" in run(["--verbose", "recipe", "nope"]).stderr
+    assert b"Traceback" not in run(["recipe", "nope"]).stderr
 
 
 def test_an_answer_is_json_in_every_encoding(tmp_path: Path) -> None:

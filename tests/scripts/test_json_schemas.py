@@ -16,6 +16,7 @@ import typer
 from jsonschema import Draft202012Validator
 
 from outrider.common.digests import CHECKSUM
+from outrider.scripts import man_page
 from outrider.scripts.help_examples import EXAMPLES as OWN_EXAMPLES
 from outrider.scripts.json_schemas import ANSWERS, all_answers, write_schemas
 from outrider.scripts.verb_group import verb_groups
@@ -150,6 +151,17 @@ def test_every_verb_has_examples_that_the_command_line_takes() -> None:
             command, path, rest = verb_of(shlex.split(line))
             assert (line.split()[0], path) == ("outrider", verb.split())
             command.make_context(verb, rest)
+
+
+def test_the_manual_page_is_the_command_lines_and_has_every_verb_and_option() -> None:
+    file = Path(man_page.__file__).with_name("outrider.1")
+    text = file.read_text(encoding="utf-8")
+    assert text == man_page.page(), "python -m outrider.scripts.man_page writes it anew"
+    assert {line.removeprefix(".SS outrider ") for line in text.splitlines() if line.startswith(".SS ")} == all_verbs()
+    for verb in all_verbs():
+        part = text.partition(f"\n.SS outrider {verb}\n")[2].partition("\n.SS ")[0].replace("\\-", "-")
+        names = {name for one in verb_of(["outrider", *verb.split()])[0].params for name in one.opts}
+        assert [name for name in names if name[0] == "-" and name not in part] == [], verb
 
 
 def test_help_shows_the_examples(outrider: Command) -> None:

@@ -13,7 +13,7 @@ from ..common.safe_load import YAML, parse_yaml, read_text
 from ..common.values import printable_urls
 from .schema import DataSpec, EngineSpec, EvalSpec, Recipe, SamplingSpec, ServerSpec, SourceSpec, TargetSpec
 
-__all__ = ["Recipe", "embedded_file", "load_recipe", "packaged_file", "packaged_recipes"]
+__all__ = ["Recipe", "embedded_file", "load_recipe", "packaged_file", "packaged_recipes", "recipe_file"]
 __all__ += ["DataSpec", "EngineSpec", "EvalSpec", "SamplingSpec", "ServerSpec", "SourceSpec", "TargetSpec"]
 
 _HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ def load_recipe(
     Raises:
         BadInputError: no such recipe, not valid YAML (with line and column), an unknown key, or a wrong type.
     """
-    file = _find(str(path_or_name))
+    file = recipe_file(str(path_or_name))
     values = _read(file)
     for path, value in (changes or {}).items():
         _put(values, path.split("."), value, path)
@@ -63,7 +63,8 @@ def packaged_file(model: str, name: str) -> Path:
     return file
 
 
-def _find(name: str) -> Path:
+def recipe_file(name: str) -> Path:
+    """Return the file of a recipe; BadInputError if there is none."""
     packaged = packaged_recipes()
     if name in packaged:
         return packaged[name]

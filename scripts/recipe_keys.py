@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import typer
@@ -22,9 +23,12 @@ from pydantic import BaseModel
 from rich.markup import escape
 
 from ..common import BadInputError
+from ..common.atomic import write_atomically
 from ..common.errors import did_you_mean
+from ..common.places import require_file
+from ..common.safe_load import YAML, read_text
 from ..common.values import in_words
-from ..recipes import load_recipe
+from ..recipes import load_recipe, recipe_file
 from ..recipes.schema import Recipe, Section, alternatives, is_section, nearest_key
 from .options import Overrides, recipes_like
 from .output import print_lines
@@ -136,6 +140,9 @@ def recipe(
     key: Annotated[
         str | None, typer.Option("--explain", metavar="KEY", help="A key or a section, such as eval.repeats or data.")
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Copy the recipe's own file to this new one, comments and all, to change it.")
+    ] = None,
 ) -> None:
     """A recipe with every default written out; or what a key means.
 
@@ -150,6 +157,15 @@ def recipe(
         return
     if name is None:
         raise BadInputError("which recipe? Give its file or its name; or --explain KEY, to read what a key means.")
+    if out is not None:
+        if changes:
+            raise BadInputError("--out copies a recipe as it stands; make the changes in the copy.")
+        require_file(out, "the recipe")
+        text = read_text(recipe_file(name), YAML.num_bytes)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, text)
+        print_lines([f"[green]✓[/green] {escape(f'{out}: a copy of {name}; give it a name of its own')}"])
+        return
     from ..heads.registry import with_defaults
 
     found = load_recipe(name, changes or [])

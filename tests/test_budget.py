@@ -31,10 +31,10 @@ ROOMS = {
     "train": 4624,
     "pair": 3415,
     "serving": 2370,
-    "scripts": 3950,
+    "scripts": 3965,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_560, "benchmarks": 4000}
+OTHERS = {"tests": 53_570, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

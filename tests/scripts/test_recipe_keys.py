@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from outrider.heads.registry import HEADS, with_defaults
-from outrider.recipes import load_recipe
+from outrider.recipes import load_recipe, packaged_recipes
 from outrider.scripts.recipe_keys import page, typed_keys
 
 from .conftest import Command, failed, words
@@ -76,3 +76,17 @@ def test_a_recipe_is_printed_with_every_default(outrider: Command) -> None:
 def test_a_recipe_that_starts_from_a_saved_drafter_leaves_its_settings_to_it() -> None:
     assert with_defaults({"type": "eagle3", "init": "runs/first"}) == {"type": "eagle3", "init": "runs/first"}
     assert with_defaults({"type": "mtp", "init": "native"})["init"] == "native"
+
+
+def test_a_packaged_recipe_is_copied_with_its_comments_and_never_over_a_file(outrider: Command, tmp_path: Path) -> None:
+    copy = tmp_path / "new" / "my.yaml"
+    assert "my.yaml" in words(outrider("recipe", "embedded-eagle3", "--out", copy))
+    assert copy.read_text(encoding="utf-8") == packaged_recipes()["embedded-eagle3"].read_text(encoding="utf-8")
+    assert "#" in copy.read_text(encoding="utf-8")
+    assert load_recipe(str(copy)) == load_recipe("embedded-eagle3")
+    copy.write_text("mine")
+    failed(outrider("recipe", "embedded-eagle3", "--out", copy), "is there already")
+    failed(outrider("recipe", "embedded-eagle3", "data.limit=5", "--out", tmp_path / "b.yaml"), "changes in the copy")
+    failed(outrider("recipe", "embedded-eagle9", "--out", tmp_path / "b.yaml"), "embedded-eagle3")
+    assert copy.read_text() == "mine"
+    assert not (tmp_path / "b.yaml").exists()

@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[2]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+OTHERS = [ROOT / name for name in ("RELEASING.md", "SECURITY.md", "benchmarks/README.md", "tests/mutation/README.md")]
+LANGUAGES = {"sh", "python", "yaml"} | {"json", "toml", "text"}  # checked by what follows; and no commands
 # Finished in a moment, without a trained drafter.
 QUICK = {"doctor"}
 
@@ -55,7 +57,23 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def all_commands() -> Iterator[list[str]]:
-    return (words for page in PAGES for words in commands(page))
+    return (words for page in [*PAGES, *OTHERS] for words in commands(page))
+
+
+def openings(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield the language of each fenced block, after the line before it."""
+    inside = False
+    for before, line in pairwise(["", *text_of(page).splitlines()]):
+        if line.startswith("```"):
+            inside = not inside
+            if inside:
+                yield before, line.removeprefix("```")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: shown(page))
+def test_every_command_stands_in_a_checked_block_or_says_why_it_is_not_run(page: Path) -> None:
+    unchecked = [(before, language) for before, language in openings(page) if language not in LANGUAGES]
+    assert [each for each in unchecked if not re.fullmatch(r"<!-- not run: \S.+ -->", each[0])] == []
 
 
 def shown(page: Path) -> str:
@@ -167,6 +185,7 @@ def test_every_other_command_is_one_that_would_start(capsys: pytest.CaptureFixtu
     for words in all_commands():
         if words[0] != "outrider":
             kind = "./scripts" if words[0].startswith(("./scripts/", "./benchmarks/")) else words[0]
+            kind = kind.removeprefix(".venv/bin/")
             assert kind in KINDS, f"nothing checks {' '.join(words)}"
             KINDS[kind](words)
 

@@ -234,7 +234,8 @@ class _Tokens(ForeignModel):
 
 
 class _LogProbs(ForeignModel):
-    token_logprobs: list[Annotated[float, Field(le=0.01, ge=-1e4)]]
+    # llama.cpp has a list `content` in its place, in which every verified draft has a probability of 1: none is told.
+    token_logprobs: list[Annotated[float, Field(le=0.01, ge=-1e4)]] = Field(default=[])
 
 
 class _Choice(ForeignModel):

@@ -19,7 +19,7 @@ HOUSE = Path(__file__).parents[1]
 LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
-    "common": 3310,
+    "common": 3290,
     "targets": 7150,
     "heads": 7540,
     "formats": 4371,
@@ -31,10 +31,10 @@ ROOMS = {
     "train": 4624,
     "pair": 3415,
     "serving": 2370,
-    "scripts": 3965,
+    "scripts": 3770,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_600, "benchmarks": 4000}
+OTHERS = {"tests": 53_455, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ from outrider.targets import Target
 from ..closeness import assert_same
 from ..forked import Forked
 from .conftest import Server, answer
-from .small_engine import TOKENS
+from .small_engine import TOKENS, completion
 
 # The lab's, which may be missing.
 HYPOTHESES, BLOCK_HYPOTHESES = (plugin("mistakes", name) or {} for name in ("eagle3", "dflash"))
@@ -431,6 +432,19 @@ def test_an_engine_that_counts_less_is_not_accused(tiny_target, head, expected, 
     assert found.agrees
     assert found.at(0.0).difference.value == 0
     assert any("does not count" in line and "by position" in line for line in lines(found))
+
+
+SHAPES = [({"token_logprobs": [-0.5]}, (-0.5,)), ({"content": [{"id": 7, "logprob": 0.0}]}, ())]
+
+
+@pytest.mark.parametrize(("said", "told"), SHAPES)
+def test_log_probabilities_in_llama_cpps_shape_are_not_told(said, told, start_server):
+    def complete(body: dict[str, Any]) -> dict[str, Any]:
+        found = completion([7], "x", body["prompt"])
+        found["choices"][0]["logprobs"] = said
+        return found
+
+    assert Engine(start_server(complete).url).complete([1], 1, log_probs=True).log_probs == told
 
 
 def test_an_adapter_beside_its_base_is_started_as_exported_and_asked_by_name(stored, small_engine, tmp_path):

@@ -19,7 +19,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,46 +41,13 @@ from outrider.formats.draft_models import write_gguf
 from outrider.heads import Drafter, Fusion, Ngram, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.serving.engine import Engine
-from outrider.serving.launching import Command, VllmLaunch, running
+from outrider.serving.launching import Command, LlamaLaunch, VllmLaunch, running
 from outrider.targets import Target
 from outrider.targets.split_attention import steady_kernels
 
 from .report import NOTHING, command, conditions, interval, options, publish, shown, table
 
 PLAIN, LOOKUP = "plain", "transformers.prompt_lookup"
-
-
-@dataclass(frozen=True)
-class LlamaServer:
-    """A llama-server, and how it is started.
-
-    Attributes:
-        program: llama-server. model: of the target, as a GGUF file.
-        settings: its drafting, by the names of its options; {} for none.
-        exact: with caches in float32 and without fast attention, so that its text is the model's.
-    """
-
-    program: Path
-    model: Path
-    settings: Mapping[str, Any]
-    exact: bool = True
-    threads: int = 1
-
-    def command(self, port: int) -> list[str]:
-        """Return the command line."""
-        count = str(self.threads)
-        words = [str(self.program), "--model", str(self.model), "--host", "127.0.0.1", "--port", str(port), "--metrics"]
-        words += ["--threads", count, "--threads-batch", count, "--ctx-size", "2048", "--parallel", "1"]
-        words += ["--no-cache-prompt"]
-        if self.exact:
-            words += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
-        return words + [word for name, value in self.settings.items() for word in (f"--{name}", str(value))]
-
-    asked_as = None
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment that it runs in."""
-        return dict(os.environ)
 
 
 class Drafting:
@@ -155,7 +121,7 @@ def launches(
         looked_up = {"spec-type": "ngram-simple", "spec-ngram-simple-size-n": 2, "spec-ngram-simple-size-m": depth}
         for name, settings in ((PLAIN, {}), ("ngram", looked_up)):
             model = place / "target.gguf"
-            yield f"llama.cpp: {name}", LlamaServer(arguments.llama, model, settings, False, arguments.threads)
+            yield f"llama.cpp: {name}", LlamaLaunch(arguments.llama, model, settings, False, arguments.threads)
 
 
 def wanted(name: str, drafting: Sequence[str] | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -22,8 +23,9 @@ ModelName = Annotated[
     str | None, typer.Option("--model", help="The target's name on a server of several models: a LoRA module's, say.")
 ]
 PlainUrl = Annotated[str | None, typer.Option(help="Of the same engine without drafts: the speedup there.")]
-StartEngine = Annotated[str | None, typer.Option(help="Start this engine here instead, and stop it again: vllm.")]
-Environment = Annotated[Path | None, typer.Option(help="The engine's own environment, or its Python.")]
+StartEngine = Annotated[str | None, typer.Option(help="Start this engine here, and stop it again: vllm or llama.cpp.")]
+Environment = Annotated[Path | None, typer.Option(help="vLLM's own environment, or its Python.")]
+Program = Annotated[Path, typer.Option(help="llama.cpp's server.")]
 Exported = Annotated[Path | None, typer.Option(help="What `outrider export` wrote (default: it is made).")]
 WithPlain = Annotated[bool, typer.Option(help="Start the engine without drafts, too: the speedup there.")]
 InTurns = Annotated[
@@ -54,6 +56,7 @@ def served(
     plain_url: PlainUrl = None,
     start: StartEngine = None,
     python: Environment = None,
+    program: Program = Path("llama-server"),
     export: Exported = None,
     target: TargetNow = None,
     plain: WithPlain = True,
@@ -77,7 +80,7 @@ def served(
 
     Exit code 1 if it does not, with what is probably wrong. Arguments after -- go to the engine that --start starts.
     """
-    _check_engine(url, start, python, context.args)
+    environment = _engine_to_start(url, start, python, program, context.args)
     if model and url is None:
         raise BadInputError("--model names a model of an engine at --url; one that --start starts needs no name.")
     require_extra("serving", "outrider served")
@@ -106,8 +109,9 @@ def served(
     if url is not None:
         found = session.ask(engines[0], engines[1] if plain_url else None, tolerance)
     else:
-        assert python is not None
-        found = session.start(Start(python, export, tuple(context.args), plain=plain, in_turns=in_turns), tolerance)
+        assert environment is not None
+        starting = Start(environment, export, tuple(context.args), plain=plain, in_turns=in_turns, engine=name)
+        found = session.start(starting, tolerance)
     if expect is not None:
         session.expected.save(expect)  # with the mistakes that were tried
     if not dry_run:
@@ -118,15 +122,22 @@ def served(
     finish(as_json, "served", found, found.exit_code, lambda: print_lines(told))
 
 
-def _check_engine(url: str | None, start: str | None, python: Path | None, arguments: Sequence[str]) -> None:
-    """Refuse what cannot be meant, before anything is loaded."""
+def _engine_to_start(
+    url: str | None, start: str | None, python: Path | None, program: Path, arguments: Sequence[str]
+) -> Path | None:
+    """Return the environment or program of the engine to start, if any; refuse what cannot be meant, before loading."""
     if (url is None) == (start is None):
-        raise BadInputError("give either --url, of an engine that runs, or --start vllm.")
-    if start not in (None, "vllm"):
-        raise BadInputError(f"--start knows how to start vllm, not {start!r}; start it yourself and give its --url.")
-    if start and python is None:
-        raise BadInputError("--start needs --python, the environment that the engine is installed in.")
+        raise BadInputError("give either --url, of an engine that runs, or --start vllm or llama.cpp.")
+    if start not in (None, "vllm", "llama.cpp"):
+        raise BadInputError(f"--start knows vllm and llama.cpp, not {start!r}; start it yourself and give its --url.")
+    if start == "vllm" and python is None:
+        raise BadInputError("--start vllm needs --python, the environment that it is installed in.")
     if python is not None:
         python_of(python)
     if arguments and not start:
         raise BadInputError("arguments after -- are for an engine that --start starts; an engine at --url has its own.")
+    if start != "llama.cpp":
+        return python
+    if (found := shutil.which(program.expanduser())) is None:
+        raise BadInputError(f"there is no program {program}; --start llama.cpp needs --program, its llama-server.")
+    return Path(found).absolute()

@@ -21,6 +21,7 @@ from ..common.safe_load import read_json
 from ..common.server_process import python_of
 from ..eval.suites import load_suites
 from ..formats import launch, oldest_version
+from ..formats.draft_models import FILE, write_gguf
 from ..formats.early_exit import save_target
 from ..heads import Ngram
 from ..heads.saved import read_config
@@ -32,12 +33,13 @@ from ..targets.fingerprint import digest_json
 from .diagnosis import PLACES, TOLERANCE, ServedResult, Suspicion, suspicions
 from .engine import Counters, Engine, EngineCompletion
 from .engine_vs_decoder import Replies, Reply, Write, compare, fault_explainer
-from .launching import VllmLaunch, running, split_speculation
+from .launching import LlamaLaunch, VllmLaunch, running, split_speculation
 from .reference_run import HABITS, Expectation, Trial, expect, expect_mistakes
 from .server_checks import Oldest, check_server
 
 # Drafters whose proposals engines never draw: above temperature 0 ours are their most probable drafts, too.
 NEVER_DRAWN = ("medusa", "ngram")
+Launch = VllmLaunch | LlamaLaunch
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,12 @@ class Start:
     """How an engine is started for a measurement.
 
     Attributes:
-        environment: of the engine, the user's: its folder, or its Python.
+        environment: of a vLLM, the user's: its folder, or its Python; of llama.cpp its llama-server.
         export: the folder of the exported drafter; None makes one, in a temporary folder.
         arguments: more of the server's own. `--speculative-config.KEY VALUE` changes one setting of the drafting.
         variables: of its environment, beside those of this process.
         plain: the engine also runs without drafts, for the speedup there.
+        engine: vllm or llama.cpp.
         in_turns: both run at once and answer in turns, so that whatever else the machine does slows both alike; else
             one after the other. None: in turns, except on a GPU, where an engine takes nearly all of the memory.
     """
@@ -60,6 +63,7 @@ class Start:
     variables: Mapping[str, str] = field(default_factory=dict)
     plain: bool = True
     in_turns: bool | None = None
+    engine: str = "vllm"
 
 
 class ServedSession:
@@ -107,7 +111,8 @@ class ServedSession:
         suites = load_suites(names, target.require_tokenizer(), self.trial.limit, template)
         made = expect(target, drafter, suites, self.trial, self.console)
         made = made.model_copy(update=_asked(self.pair, self.trial, names))
-        return made.never_drawn() if drafter.name in NEVER_DRAWN else made
+        never_drawn = (*NEVER_DRAWN, *HABITS[self.trial.habits].picked)
+        return made.never_drawn() if drafter.name in never_drawn else made
 
     @property
     def _suite_names(self) -> tuple[str, ...]:
@@ -154,9 +159,21 @@ class ServedSession:
             survey.expected = self.expected
         return survey.result(facts, self.write, tolerance, self.target)
 
-    def launch(self, start: Start, place: Path) -> VllmLaunch:
+    def launch(self, start: Start, place: Path) -> Launch:
         """Return the launch of the engine with the pair's drafter; the export is made in `place` if none is given."""
         longest = max(len(p.tokens) for p in self.expected.prompts) + self.expected.max_new_tokens
+        longest += self.expected.depth + 16
+        if start.engine == "llama.cpp":
+            write_gguf(self.target.model, self.target.require_tokenizer(), place / "target.gguf")
+            return LlamaLaunch(
+                program=start.environment,
+                model=place / "target.gguf",
+                speculation=self._speculation(start, place),
+                threads=torch.get_num_threads(),
+                max_length=longest,
+                arguments=start.arguments,
+                environment=start.variables,
+            )
         settings, arguments = split_speculation(start.arguments)
         adapter = _lora_of(start.export)
         return VllmLaunch(
@@ -165,7 +182,7 @@ class ServedSession:
             adapter=adapter,
             dtype=self.pair.dtype,
             speculation=self._speculation(start, place) | settings,
-            max_length=longest + self.expected.depth + 16,
+            max_length=longest,
             arguments=arguments,
             environment=start.variables,
         )
@@ -187,14 +204,21 @@ class ServedSession:
         if drafter == Ngram.name:
             _, lookup, _ = self.pair.open(check=False)
             assert isinstance(lookup, Ngram)
+            if start.engine == "llama.cpp":
+                sizes = {"n": lookup.config.max_match, "m": depth}
+                return {"spec-type": "ngram-simple"} | {f"spec-ngram-simple-size-{k}": v for k, v in sizes.items()}
             sizes = {"prompt_lookup_max": lookup.config.max_match, "prompt_lookup_min": lookup.config.min_match}
             return {"method": "ngram", "num_speculative_tokens": depth} | sizes
         folder = start.export
         if folder is None:
-            folder = export_pair(self.pair, "vllm", place / "export", depth, self.target).folder
+            precision = self.pair.dtype.replace("loat", "") if start.engine == "llama.cpp" else ""  # vLLM is told
+            export = export_pair(self.pair, start.engine, place / "export", depth, self.target, precision=precision)
+            folder = export.folder
         if (folder / LAUNCH).is_file():  # the export's own
-            return dict(read_json(folder / LAUNCH)["settings"]) | {"model": str(folder)}
-        return launch("vllm", drafter, served_path(self.target, folder), str(folder), depth, self.pair.dtype).settings
+            moved = {"model-draft": f"{folder / FILE}"} if start.engine == "llama.cpp" else {"model": str(folder)}
+            return dict(read_json(folder / LAUNCH)["settings"]) | moved
+        place_of_target = served_path(self.target, folder)
+        return launch(start.engine, drafter, place_of_target, str(folder), depth, self.pair.dtype).settings
 
 
 def _lora_of(export: Path | None) -> dict[str, Any] | None:
@@ -309,7 +333,7 @@ class Survey:
     plain: dict[float, list[Reply]] = field(default_factory=dict, init=False)
     foreign: int = field(default=0, init=False)
 
-    def start(self, drafting: VllmLaunch, plain: VllmLaunch | None, place: Path, in_turns: bool) -> dict[str, Any]:
+    def start(self, drafting: Launch, plain: Launch | None, place: Path, in_turns: bool) -> dict[str, Any]:
         """Start an engine with drafts and one without, at once or one after the other, and send them every prompt.
 
         Returns:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ..common import BadInputError
 from ..common.server_process import CPU_ENVIRONMENT, START_SECONDS, running_server
@@ -72,6 +72,47 @@ class VllmLaunch:
     def variables(self) -> dict[str, str]:
         """Return the environment that the server runs in; the user's own settings win."""
         return CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"} | dict(os.environ) | dict(self.environment)
+
+
+@dataclass(frozen=True)
+class LlamaLaunch:
+    """How a llama.cpp is started.
+
+    Attributes:
+        program: its llama-server. model: of the target, as a GGUF file.
+        speculation: its drafting, by the names of its options; None serves the plain target.
+        exact: with caches in float32 and without fast attention, so that its text is the model's.
+        threads: of passes. max_length: tokens of a prompt and its answer together.
+        arguments: more of the server's own, which win.
+        environment: more environment variables.
+    """
+
+    program: Path
+    model: Path
+    speculation: Mapping[str, object] | None = None
+    exact: bool = True
+    threads: int = 1
+    max_length: int = 2048
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    asked_as: ClassVar[None] = None
+
+    def command(self, port: int) -> list[str]:
+        """Return the command line."""
+        count = str(self.threads)
+        words = [str(self.program), "--model", str(self.model), "--host", "127.0.0.1", "--port", str(port), "--metrics"]
+        words += ["--threads", count, "--threads-batch", count, "--ctx-size", str(self.max_length), "--parallel", "1"]
+        words += ["--no-cache-prompt"]
+        if self.exact:
+            words += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
+            words += ["--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32"]
+        words += [word for name, value in (self.speculation or {}).items() for word in (f"--{name}", str(value))]
+        return [*words, *self.arguments]
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment that the server runs in."""
+        return dict(os.environ) | dict(self.environment)
 
 
 SETTING = "--speculative-config."  # as vLLM spells one key of a JSON argument

@@ -197,11 +197,13 @@ class Habits:
         within: it drafts no more tokens than the text still has room for.
         most_probable: it draws from so many of a draft model's most probable tokens; None for all.
         lookup: the class of n-grams that copies as it does.
+        picked: the types of drafters whose drafts it never draws.
     """
 
     within: bool = False
     most_probable: int | None = None
     lookup: type[Ngram] = Ngram
+    picked: tuple[str, ...] = ()
 
     def imitate(self, drafter: Drafter) -> Drafter:
         """Return a drafter that copies as the engine does; other drafters as they are."""
@@ -230,7 +232,7 @@ def _most_probable(count: int, _head: nn.Module, _inputs: object, logits: Tensor
 HABITS = {
     "": Habits(),
     "vllm": Habits(lookup=FirstPlace),
-    "llama.cpp": Habits(within=True, most_probable=10, lookup=WholeCopy),
+    "llama.cpp": Habits(within=True, most_probable=10, lookup=WholeCopy, picked=("eagle3", "dflash")),
 }
 
 

@@ -30,11 +30,11 @@ ROOMS = {
     "eval": 4775,
     "train": 4624,
     "pair": 3415,
-    "serving": 2370,
-    "scripts": 3770,
+    "serving": 2435,
+    "scripts": 3780,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_455, "benchmarks": 4000}
+OTHERS = {"tests": 53_485, "benchmarks": 3970}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

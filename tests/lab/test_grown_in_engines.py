@@ -11,13 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.engines import LlamaServer
 from outrider.common.server_process import python_of
 from outrider.decode import Decoder
 from outrider.eval.suites import load_suites
 from outrider.formats.draft_models import write_gguf
 from outrider.scripts.cli import app
-from outrider.serving.launching import VllmLaunch, running
+from outrider.serving.launching import LlamaLaunch, VllmLaunch, running
 from outrider.targets import Target
 
 from ..conftest import place_of
@@ -59,7 +58,7 @@ def test_transformers_vllm_and_llama_cpp_write_the_small_models_text(like, tmp_p
     write_gguf(large.model, large.require_tokenizer(), file)
     del large
     gc.collect()
-    for launch in (VllmLaunch(python_of(python), str(folder), "float32"), LlamaServer(program, file, {})):
+    for launch in (VllmLaunch(python_of(python), str(folder), "float32"), LlamaLaunch(program, file, {})):
         with ExitStack() as stack:
             engine = stack.enter_context(running(launch, tmp_path / "log"))
             answers = [engine.complete(prompt, TOKENS) for prompt in prompts]

@@ -72,7 +72,7 @@ def serve(
 
 
 def main(diary: Path, words: list[str]) -> None:
-    name = "drafting" if "--speculative-config" in words else "plain"
+    name = "plain" if {"--speculative-config", "--spec-type"}.isdisjoint(words) else "drafting"
     emitted = 0
 
     def note(what: str) -> None:

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.engines import LlamaServer
 from outrider.eval.suites import Suite, load_suites
 from outrider.formats import export_drafter, launch
 from outrider.formats.draft_models import FILE, write_gguf
 from outrider.heads import Drafter, DraftModel, Ngram, NgramConfig
 from outrider.serving.diagnosis import ServedResult
 from outrider.serving.engine_measurement import Survey, engine_facts
-from outrider.serving.launching import running
+from outrider.serving.launching import LlamaLaunch, running
 from outrider.serving.reference_run import Expectation, Trial, expect
 from outrider.targets import Target
 
@@ -52,7 +51,7 @@ def model(target, tmp_path_factory) -> Path:
     return file
 
 
-def served(server: LlamaServer, expected: Expectation, target: Target, log: Path) -> ServedResult:
+def served(server: LlamaLaunch, expected: Expectation, target: Target, log: Path) -> ServedResult:
     survey, tokenizer = Survey(expected), target.require_tokenizer()
 
     def text(tokens: Sequence[int]) -> str:
@@ -76,8 +75,7 @@ def test_a_draft_model_drafts_there_as_it_does_here(program, target, suites, mod
     folder = export_drafter(drafter, target, "gguf", tmp_path / "export", TRIAL.depth).folder
     settings = launch("gguf", drafter.name, str(model), str(folder), TRIAL.depth).settings
     assert settings["model-draft"] == str(folder / FILE)
-    exact = {"spec-draft-type-k": "f32", "spec-draft-type-v": "f32", "spec-draft-threads": 1}
-    found = served(LlamaServer(program, model, settings | exact), expected, target, tmp_path / "log")
+    found = served(LlamaLaunch(program, model, settings), expected, target, tmp_path / "log")
     assert [str(s) for s in found.suspicions] == []
     assert found.at(0.0).identical == found.at(0.0).num_prompts
 
@@ -86,7 +84,7 @@ def test_n_grams_are_looked_up_there_in_another_way_that_is_known(program, targe
     drafter: Drafter = Ngram(NgramConfig(max_match=2, min_match=2))
     expected = expect(target, drafter, suites, TRIAL).never_drawn()
     sizes = {"spec-ngram-simple-size-n": 2, "spec-ngram-simple-size-m": TRIAL.depth}
-    server = LlamaServer(program, model, {"spec-type": "ngram-simple"} | sizes)
+    server = LlamaLaunch(program, model, {"spec-type": "ngram-simple"} | sizes)
     found = served(server, expected, target, tmp_path / "log")
     assert found.at(0.0).identical == found.at(0.0).num_prompts
     assert [str(s) for s in found.suspicions if s.temperature == 0] == []

@@ -434,6 +434,34 @@ def test_an_engine_that_counts_less_is_not_accused(tiny_target, head, expected, 
     assert any("does not count" in line and "by position" in line for line in lines(found))
 
 
+def test_llama_cpp_is_started_with_a_head_and_without(stored, tmp_path):
+    """The verb writes target and head as GGUF, both servers read one target, and the plain one no head."""
+    server = Path(__file__).with_name("small_engine.py")
+    script = tmp_path / "llama-server"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/words\nexec {sys.executable} {server} {tmp_path}/diary "$@"\n'
+    )
+    script.chmod(0o755)
+    words = ["served", stored.folder, "--start", "llama.cpp", "--program", script, "--depth", 2, "--limit", 1]
+    words += ["--temperature", 0, "--max-new-tokens", 6, "--no-explain", "--dry-run", "--json", "--", "--threads", 1]
+    found = CliRunner().invoke(app, list(map(str, words)))
+    assert found.exit_code == 1, found.output  # the small engine writes a text of its own
+    drafting, plain = ((tmp_path / "words").read_text()).splitlines()
+    assert "--spec-type draft-eagle3 --spec-draft-n-max 2 " in drafting
+    assert "/export/draft.gguf" in drafting
+    assert "--spec-type" not in plain
+    assert drafting.split()[:2] == plain.split()[:2] == ["--model", drafting.split()[1]]
+    assert plain.endswith(" --threads 1")
+    assert (tmp_path / "diary").read_text().splitlines()[-1] == "drafting ends"
+
+
+def test_an_engine_that_always_picks_a_heads_drafts_is_compared_with_picked_ones(stored):
+    """llama.cpp at temperature 1: our drafts are the most probable ones, too."""
+    trial = Trial((1.0,), depth=2, max_new_tokens=6, limit=2, seeds=1)
+    own, llama = (ServedSession(stored, replace(trial, habits=habits)).expected for habits in ("", "llama.cpp"))
+    assert [a.tokens for a in llama.at(1.0)] == [a.tokens for a in own.one_hot["1"]]
+
+
 SHAPES = [({"token_logprobs": [-0.5]}, (-0.5,)), ({"content": [{"id": 7, "logprob": 0.0}]}, ())]
 
 
@@ -480,6 +508,7 @@ def test_bad_words_are_refused_before_anything_starts(tmp_path):
         (["served", "x"], "either --url"),
         (["served", "x", "--start", "sglang"], "start it yourself"),
         (["served", "x", "--start", "vllm"], "--python"),
+        (["served", "x", "--start", "llama.cpp", "--program", "x"], "there is no program x"),
         (["served", "x", "--start", "vllm", "--python", str(tmp_path)], "there is no Python"),
         (["served", "x", "--start", "vllm", "--python", "x"], "there is no Python at x"),
         (["served", "x", "--start", "vllm", "--python", sys.executable, "--model", "lora"], "--model names"),

@@ -22,7 +22,7 @@ ROOMS = {
     "common": 3290,
     "targets": 7150,
     "heads": 7540,
-    "formats": 4371,
+    "formats": 4375,
     "decode": 4010,
     "recipes": 790,
     "distill": 5230,

@@ -34,7 +34,7 @@ ROOMS = {
     "scripts": 3780,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_485, "benchmarks": 3970}
+OTHERS = {"tests": 53_570, "benchmarks": 3970}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle, islice
@@ -68,9 +68,9 @@ def pairs(tmp_path_factory) -> dict[str, Path]:
     return {"eagle3": small_pair("eagle3", tmp_path_factory.mktemp("served")).folder}
 
 
-def small_pair(kind: str, folder: Path) -> Pair:
-    """Return a pair of the shipped target and a drafter that is trained for some minutes."""
-    words = [f"output={folder}/run", "data.limit=320", "training.save_steps=1000"]
+def small_pair(kind: str, folder: Path, changes: Sequence[str] = ()) -> Pair:
+    """Return a pair of the shipped target and a drafter that is trained for some minutes, its recipe changed."""
+    words = [f"output={folder}/run", "data.limit=320", "training.save_steps=1000", *changes]
     recipe = load_recipe(f"embedded-{kind}", words)
     target = Target.load(**recipe.target.to_load())
     distill(recipe, target)

@@ -176,7 +176,7 @@ class AssumedContents(TorchDispatchMode):
         if func is aten.equal.default:
             return True
         if func is aten.nonzero.default:
-            return torch.empty(self._count(args[0]), args[0].dim(), dtype=torch.long, device="meta")
+            return torch.empty(self._count(args[0]), args[0].dim(), dtype=torch.long, device=args[0].device)
         if func in _INDEXED:
             args = (args[0], self._places(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
@@ -189,7 +189,8 @@ class AssumedContents(TorchDispatchMode):
         places: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype == torch.bool:
-                places += [torch.empty(self._count(index), dtype=torch.long, device="meta") for _ in range(index.dim())]
+                count, device = self._count(index), index.device
+                places += [torch.empty(count, dtype=torch.long, device=device) for _ in range(index.dim())]
             else:
                 places.append(index)
         return places

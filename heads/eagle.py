@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..common import BadInputError
 from ..targets import Nodes, RaggedCache, RowLengths, Target
-from ..targets.fused_layers import CachedLayers, FusedLayer, InputProjection, angles, normed
+from ..targets.fused_layers import CachedLayers, FusedLayer, InputProjection, angles, normed, product_of
 from ..targets.weights import restored
 from .decoder_layer import Layer, LayerConfig, LayerDrafter, norm_of, rotary_of
 from .divergences import LossName, smooth_l1
@@ -169,7 +169,7 @@ class FeatureDrafter(LayerDrafter):
         learned = batch.supervised.clone()  # [B, T]
         learned[:, :FIRST_LEARNED] = False
         places = places_of(learned, 1 + steps, batch.documents)
-        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places)  # S times [B, T', H]
+        outputs = iter(self.unroll(batch.target, batch.tokens, batch.hidden, places))  # S times [B, T', H], read once
         learned = nn.functional.pad(learned, (0, places.width)).gather(1, places.at)  # [B, T']
         # From here on everything is indexed by the predicted token.
         rows = learned.nonzero()[:, 0]  # [P]
@@ -499,14 +499,16 @@ class Eagle3(FeatureDrafter):
 
     def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
         project = self.input_projection.product() if first is None else first.project
-        return project(hidden.to(self.fc.weight.dtype).flatten(2))
+        return product_of(hidden, lambda hidden: hidden.to(self.fc.weight.dtype).flatten(2), project)
 
     def prepare(self, embedded: Tensor, first: FusedLayer) -> Tensor:
-        return first.keep(normed(embedded, first.layer.input_layernorm))
+        return first.keep(embedded, first.layer.input_layernorm)
 
     def enter(self, prepared: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
-        own = normed(hidden, first.layer.hidden_norm)
-        return first.join(prepared, own), own if self.config.norm_before_residual else hidden
+        norm = first.layer.hidden_norm
+        if self.config.norm_before_residual:
+            hidden, norm = normed(hidden, norm), None
+        return first.join(prepared, hidden, norm), hidden
 
     def finish(self, output: Tensor) -> Tensor:
         return normed(output, self.norm)

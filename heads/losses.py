@@ -379,9 +379,23 @@ class ChunkedSlopes:
         """Return `total` with these gradients."""
         if not self.learning:
             return total
-        pairs = [(self.hidden, self.columns), *zip(self.trained, self.slopes, strict=True)]
-        linear = torch.stack([(x.to(float32_or_more(x)) * slope).sum() for x, slope in pairs]).sum()
-        return total + (linear - linear.detach())
+        made: Tensor = _Attached.apply(total, [self.columns, *self.slopes], self.hidden, *self.trained)
+        return made
+
+
+class _Attached(torch.autograd.Function):
+    """A total whose gradients by some tensors are known already; a backward pass scales them where they stand."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, slopes: list[Tensor], *_: Tensor) -> Tensor:
+        ctx.slopes = slopes
+        return total.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        slopes, ctx.slopes = ctx.slopes, []  # a second backward pass would scale them twice, and fails
+        return None, None, *(slope.mul_(gradient) for slope in slopes)
 
 
 def ahead(values: Tensor, by: int) -> Tensor:

@@ -60,7 +60,8 @@ def attend(
     Args:
         first: the entries of step 0, `[B, N, T, D]`; query j of row b attends to those up to `begins[b] + j`. Where
             there are fewer, its result is arbitrary.
-        own: the entries of each later step, `[B, N, T', D]`; a query attends to the one at its own index.
+        own: the entries of each later step, `[B, N', T', D]`; a query attends to the one at its own index, of the
+            key head that N / N' queries share.
         spans: the texts of rows that hold several, instead of `begins`: a query attends to entries of its own text; in
             no text, its result is arbitrary.
         window: how many places a query attends to, its own and those of `own` included; 0 for all.
@@ -108,13 +109,14 @@ def plain(
         return nn.functional.scaled_dot_product_attention(q, keys, values, visible)
     scale = q.shape[-1] ** -0.5
     scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
-    diagonal = torch.stack([(q * key).sum(-1) * scale for key, _ in own], -1)  # [B, N, T', S − 1]
+    diagonal = torch.stack([_scores(q, key) * scale for key, _ in own], -1)  # [B, N, T', S − 1]
     weights = (
         torch.cat([scores, diagonal], -1).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     )
     mixed = weights[..., : keys.shape[2]] @ values
     for i, (_, value) in enumerate(own):
-        mixed = mixed + weights[..., keys.shape[2] + i, None] * value
+        weight = _shared(weights[..., keys.shape[2] + i, None], value)
+        mixed = mixed + (weight * value[:, :, None]).flatten(1, 2)
     return mixed
 
 
@@ -341,12 +343,12 @@ class _Merged(torch.autograd.Function):
         weights = []
         if own:
             scale = q.shape[-1] ** -0.5
-            scores = [(q * key).sum(-1, dtype=total.dtype) * scale for key in own[::2]]
+            scores = [_scores(q, key, total.dtype) * scale for key in own[::2]]
             merged = reduce(torch.logaddexp, scores, total)
             mixed = mixed * (total - merged).exp()[..., None].to(mixed.dtype)
             weights, total = [(score - merged).exp()[..., None].to(q.dtype) for score in scores], merged
             for weight, value in zip(weights, own[1::2], strict=True):
-                mixed.addcmul_(weight, value)
+                _shared(mixed, value).addcmul_(_shared(weight, value), value[:, :, None])
         ctx.save_for_backward(q, keys, values, mixed, total, *weights, *own)
         return mixed
 
@@ -361,10 +363,21 @@ class _Merged(torch.autograd.Function):
             scale, level = q.shape[-1] ** -0.5, (gradient * mixed).sum(-1, keepdim=True)
         others: list[Tensor] = []
         for weight, key, value in zip(weights, own[::2], own[1::2], strict=True):
-            slope = weight * ((gradient * value).sum(-1, keepdim=True) - level) * scale  # of the score
-            slopes[0].addcmul_(slope, key)
-            others += [slope * q, weight * gradient]
+            reached = (_shared(gradient, value) * value[:, :, None]).sum(-1, keepdim=True).flatten(1, 2)
+            slope = weight * (reached - level) * scale  # of the score
+            _shared(slopes[0], key).addcmul_(_shared(slope, key), key[:, :, None])
+            others += [_shared(slope * q, key).sum(2), _shared(weight * gradient, value).sum(2)]
         return None, *slopes, *others
+
+
+def _shared(x: Tensor, entry: Tensor) -> Tensor:
+    """Return `x` `[B, N, T', ·]` of queries by the key heads of an entry, `[B, N', N / N', T', ·]`."""
+    return x.unflatten(1, (entry.shape[1], -1))
+
+
+def _scores(q: Tensor, key: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the product of each query `[B, N, T', D]` with the one key of its place `[B, N', T', D]`, `[B, N, T']`."""
+    return (_shared(q, key) * key[:, :, None]).sum(-1, dtype=dtype).flatten(1, 2)
 
 
 class Places(ABC):
@@ -389,7 +402,7 @@ class Places(ABC):
 
         Args:
             first: the entries of step 0, `[B, N, T, D]`; a query attends to those of its text up to its place.
-            own: those of each later step, `[B, N, T', D]`; it attends to the one at its place.
+            own: those of each later step, `[B, N', T', D]`; it attends to the one at its place.
             window: see the function `attend`.
         """
 
@@ -512,7 +525,8 @@ class UnrolledLayers:
         later, places = bool(self.entries[0]), self.places
         for layer, entries in zip(self.layers, self.entries, strict=True):
             q, k, v = layer.split(layer.enter(hidden) if layer is not self.layers[0] else projected, rotary)
-            entries.append((repeat_kv(k, self.groups), repeat_kv(v, self.groups)))
+            # Those of step 0 are repeated once for the kernels of all steps.
+            entries.append((k, v.contiguous()) if later else (repeat_kv(k, self.groups), repeat_kv(v, self.groups)))
             whole = not later and layer is not self.layers[-1]
             if not later and not whole:
                 q, hidden = places.cut(q.transpose(1, 2)).transpose(1, 2), places.cut(hidden)

@@ -10,6 +10,7 @@ Shapes: B rows, Q new entries, H hidden size, N heads, D head size, W width of a
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -57,10 +58,10 @@ def _attention_parts(layer: Any) -> list[nn.Linear]:
     return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
 
 
-def _mlp_parts(layer: Any) -> list[nn.Linear]:
-    """Return the parts that read the MLP's input; none if they are too large to be put together."""
+def _mlp_parts(layer: Any, most: float = _SMALL) -> list[nn.Linear]:
+    """Return the parts that read the MLP's input; none if they have more weights than `most`, and stay apart."""
     parts = [layer.mlp.gate_proj, layer.mlp.up_proj]
-    return parts if parts[0].weight.numel() <= _SMALL else []
+    return parts if parts[0].weight.numel() <= most else []
 
 
 class FusedLinear:
@@ -98,9 +99,7 @@ class FusedLinear:
 
     def __call__(self, x: Tensor, part: int = 0) -> Tensor:
         """Return the product of the input, or of that part of it; those of all parts add up to the whole."""
-        if self.norms:
-            parts = x.reshape(*x.shape[:-1], len(self.norms), -1)
-            x = torch.rms_norm(parts, parts.shape[-1:], None, self.norms[0].variance_epsilon).view(x.shape)
+        x = self.normed(x)
         if self.whole is not None:
             return self.whole.together(x)
         bias = None if part else self.bias
@@ -108,16 +107,76 @@ class FusedLinear:
             return self.packed[part].product(x, bias)
         return nn.functional.linear(x, self.weights[part], bias)
 
+    def normed(self, x: Tensor) -> Tensor:
+        if not self.norms:
+            return x
+        parts = x.reshape(*x.shape[:-1], len(self.norms), -1)
+        return torch.rms_norm(parts, parts.shape[-1:], None, self.norms[0].variance_epsilon).view(x.shape)
+
     def tensors(self) -> list[Tensor]:
         return self.weights if self.bias is None else [*self.weights, self.bias]
 
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
     """Return concatenated matrices, in the precision of products."""
-    kind = weights[0].device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        weights = [weight.to(torch.get_autocast_dtype(kind)) for weight in weights]
-    return torch.cat(list(weights))
+    if _are_cast(weights[0]):
+        weights = [weight.to(torch.get_autocast_dtype(weight.device.type)) for weight in weights]
+    return torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+
+
+def _are_cast(weight: Tensor) -> bool:
+    """Return whether products by weights on that device are of another precision than theirs."""
+    return not weight.is_meta and torch.is_autocast_enabled(weight.device.type)
+
+
+def product_of(
+    x: Tensor,
+    before: Callable[[Tensor], Tensor],
+    product: FusedLinear | Callable[[Tensor], Tensor],
+    read: Sequence[Tensor] = (),
+    part: int = 0,
+) -> Tensor:
+    """Return `product(before(x), part)`, of which `x` alone is kept for a backward pass, which repeats `before`.
+
+    Args:
+        before: what is cheap to compute again, such as a norm.
+        product: a `FusedLinear`, or a linear layer.
+        read: the weights that `before` reads.
+    """
+    fused = FusedLinear([product]) if isinstance(product, nn.Linear) and torch.is_grad_enabled() else product
+    if not isinstance(fused, FusedLinear):
+        return fused(before(x))
+    if fused.whole is not None or fused.packed or not torch.is_grad_enabled():
+        return fused(before(x), part)
+    bias = None if part else fused.bias
+    made: Tensor = _Product.apply(lambda x: fused.normed(before(x)), x, fused.weights[part], bias, *read)
+    return made
+
+
+class _Product(torch.autograd.Function):
+    """The product of `before(x)`; torch's checkpoints compute the same, and cost small steps on a CPU a tenth."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, before: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, *read: Tensor
+    ) -> Tensor:
+        ctx.before, ctx.has_bias = before, bias is not None
+        ctx.save_for_backward(x, weight, *read)
+        return nn.functional.linear(before(x), weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *read = ctx.saved_tensors
+        start = x.detach().requires_grad_(ctx.needs_input_grad[1])
+        with torch.enable_grad():
+            made = ctx.before(start)
+        rows = slope.flatten(0, -2)
+        own = rows.t() @ made.detach().flatten(0, -2).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        asked = [t for t in (start, *read) if t.requires_grad]
+        slopes = iter(torch.autograd.grad(made, asked, (slope @ weight).to(made.dtype)) if asked else ())
+        first, *others = (next(slopes) if t.requires_grad else None for t in (start, *read))
+        return None, first, own, rows.sum(0) if ctx.has_bias else None, *others
 
 
 @dataclass(frozen=True)
@@ -167,24 +226,33 @@ class FusedLayer:
         self.in_halves = in_halves and parts[0].in_features == 2 * layer.self_attn.o_proj.out_features
         self.qkv = FusedLinear(parts, parts[0].in_features // 2 if self.in_halves else None)
         self.size = sum(part.out_features for part in parts) // (self.heads + 2 * self.kv_heads)
-        self.gate_up = FusedLinear(parts) if (parts := _mlp_parts(layer)) else None
+        is_cast = _are_cast(parts[0].weight)  # then each weight is copied anyway, once for all steps
+        self.gate_up = FusedLinear(parts) if (parts := _mlp_parts(layer, math.inf if is_cast else _SMALL)) else None
+        if is_cast:
+            self.mlp_output = FusedLinear([layer.mlp.down_proj])
         self.norms_heads = hasattr(layer.self_attn, "q_norm")
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return q_proj, k_proj and v_proj of a normed input `[B, Q, H]`, `[B, Q, (heads + 2 kv_heads) · D]`."""
-        return self.qkv(normed(hidden, self.layer.input_layernorm))
+        return self._multiplied(hidden, self.layer.input_layernorm, self.qkv)
 
-    def keep(self, x: Tensor) -> Tensor:
-        """Return the part of `join` that depends on the first half `[B, Q, H]` of an input.
+    def _multiplied(self, x: Tensor, norm: nn.Module | None, product: FusedLinear, part: int = 0) -> Tensor:
+        read = () if norm is None else tuple(norm.parameters())
+        return product_of(x, lambda x: normed(x, norm), product, read, part)
+
+    def keep(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Return the part of `join` that depends on the first half of an input, `norm(x)` of x `[B, Q, H]`.
 
         It is the half's product if the layer works in halves: unrolled steps read the same embeddings, each one place
         later, and training multiplies them once for all steps.
         """
-        return self.qkv(x) if self.in_halves else x
+        return self._multiplied(x, norm, self.qkv) if self.in_halves else normed(x, norm)
 
-    def join(self, kept: Tensor, x: Tensor) -> Tensor:
-        """Return the projections of an input whose first half was kept, and whose second is `x` `[B, Q, H]`."""
-        return kept + self.qkv(x, 1) if self.in_halves else self.qkv(torch.cat([kept, x], -1))
+    def join(self, kept: Tensor, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Return the projections of an input whose first half was kept, and whose second is `norm(x)` `[B, Q, H]`."""
+        if self.in_halves:
+            return kept + self._multiplied(x, norm, self.qkv, 1)
+        return self.qkv(torch.cat([kept, normed(x, norm)], -1))
 
     def split(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, heads, Q, D]`, and keys and values `[B, kv_heads, Q, D]`, of the projections."""
@@ -205,14 +273,18 @@ class FusedLayer:
             hidden: the residual that attention's output is added to, `[B, Q, H]`.
         """
         hidden = hidden + self.attention_output(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.feed(normed(hidden, self.mlp_norm))
+        return hidden + self.feed(hidden, self.mlp_norm)
 
-    def feed(self, x: Tensor) -> Tensor:
-        """Return the MLP's output for a normed input `[B, Q, H]`, in its shape."""
+    def feed(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """Return the MLP's output for `norm(x)` of `x` `[B, Q, H]`, in its shape."""
         if self.gate_up is None:
-            return self.layer.mlp(x)
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.mlp_output(nn.functional.silu(gate) * up)
+            return self.layer.mlp(normed(x, norm))
+        return product_of(self._multiplied(x, norm, self.gate_up), _gated, self.mlp_output)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return nn.functional.silu(gate) * up
 
 
 def fused(layer: Any, config: Any, projection: InputProjection | None = None) -> FusedLayer:

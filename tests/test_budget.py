@@ -20,8 +20,8 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3290,
-    "targets": 7150,
-    "heads": 7540,
+    "targets": 7222,
+    "heads": 7570,
     "formats": 4371,
     "decode": 4010,
     "recipes": 790,
@@ -34,12 +34,12 @@ ROOMS = {
     "scripts": 3770,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_490, "benchmarks": 4000}
+OTHERS = {"tests": 53_530, "benchmarks": 4030}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,
     "imports inside functions, outside the command line": 26,
-    "Any": 742,
+    "Any": 746,
     "assignments of three values or more": 0,
 }
 # Files of ours that run in one round of an EAGLE-3 chain, and in one of its training steps. The goals are 8 and 5.

@@ -8,9 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.grown import PRUNED
 from benchmarks.training import Training, account, main, optimizer_of, random_batch
 from outrider.costs.counting import Flops
 from outrider.heads import Eagle3, Eagle3Config, losses
+from outrider.lab.grow import shape_config
 from outrider.targets import PeakBytes, Target
 from outrider.targets.config_only import around_layers
 
@@ -40,6 +42,20 @@ def test_the_predicted_peak_is_that_of_real_steps(width):
     for part in ("kept", "at_peak"):
         total = found["bytes"]["kept" if part == "kept" else "step"]
         assert 0.8 * total < sum(one["bytes"] * one["count"] for one in found[part]) <= total
+
+
+def test_specforges_geometry_takes_no_more_than_nine_gib_and_no_product_twice(monkeypatch):
+    """Seven steps of 16,384 tokens. The least operations: of each product, its own and those of its two gradients."""
+    monkeypatch.setitem(losses.CHUNKS, "cpu", losses.CHUNKS["cuda"])
+    shape = shape_config("tinyllama-1.1b", num_hidden_layers=4)
+    found = account(shape, PRUNED, 7, 8, 2048)
+    assert found["peak_bytes"] < 9 * 2**30
+    width, inner, queries = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim
+    once = width * (queries + 2 * shape.num_key_value_heads * shape.head_dim)  # by an embedding, or by a state
+    steps = 7 * (once + queries * width + 3 * inner * width + PRUNED * width) + once + 3 * width * width
+    attention = 7 * 2048 * queries  # all scores and all results, the masked half included
+    least = 2 * 16384 * (3 * (steps + 2 * attention) + PRUNED * width)
+    assert found["flops"] < 1.15 * least
 
 
 def test_the_account_of_every_geometry_is_one_table(tmp_path, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -83,3 +84,24 @@ def test_loss_and_gradients_are_the_plain_ones(tiny_llama, monkeypatch, lengths,
     for (name, _), own, plain in zip(head.named_parameters(), slopes[1], slopes[0], strict=True):
         assert float(plain.abs().max()) > 0, name
         torch.testing.assert_close(own, plain, rtol=1e-10, atol=1e-10 * float(plain.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize(("precision", "within"), [(None, 1e-5), (torch.bfloat16, 0.03)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", HEADS.values(), ids=HEADS)
+def test_gradients_in_less_precision_are_the_plain_ones_within_rounding(tiny_llama, changes, precision, within):
+    """Of norms, gates and rotations that a backward pass computes again, too; the states are of that precision."""
+    plain_target, target = Target(tiny_llama().double()), Target(tiny_llama())
+    plain_head = made(Eagle3, plain_target, **{"steps": 3} | changes).double().train().requires_grad_(True)
+    head = copy.deepcopy(plain_head).float()
+    lengths = [[15], [9]]
+    tokens = torch.randint(0, VOCAB, (2, WIDTH), generator=torch.Generator().manual_seed(3))
+    shape = (2, WIDTH, len(head.taps) + 1, target.hidden_size)
+    states = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(precision or torch.float32)
+    given, wide = ((s[:, :, :-1], s[:, :, -1]) for s in (states, states.double()))
+    with torch.autocast("cpu", precision, enabled=precision is not None):
+        found = head.loss(TargetBatch(target, tokens, answered(lengths), *given)).total
+    expected = plainly(plain_head, TargetBatch(plain_target, tokens, answered(lengths), *wide), lengths)
+    found.backward()
+    expected.backward()
+    for (name, own), plain in zip(head.named_parameters(), plain_head.parameters(), strict=True):
+        assert (own.grad - plain.grad).norm() < within * plain.grad.norm(), name

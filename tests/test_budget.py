@@ -19,27 +19,27 @@ HOUSE = Path(__file__).parents[1]
 LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
-    "common": 3290,
-    "targets": 7222,
-    "heads": 7570,
-    "formats": 4371,
+    "common": 3310,
+    "targets": 7230,
+    "heads": 7640,
+    "formats": 4380,
     "decode": 4010,
     "recipes": 790,
     "distill": 5230,
     "costs": 1200,
-    "eval": 4775,
-    "train": 4624,
-    "pair": 3415,
-    "serving": 2370,
-    "scripts": 3770,
+    "eval": 4780,
+    "train": 4630,
+    "pair": 3410,
+    "serving": 2440,
+    "scripts": 3980,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_530, "benchmarks": 4030}
+OTHERS = {"tests": 53_890, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,
     "imports inside functions, outside the command line": 26,
-    "Any": 746,
+    "Any": 753,
     "assignments of three values or more": 0,
 }
 # Files of ours that run in one round of an EAGLE-3 chain, and in one of its training steps. The goals are 8 and 5.

@@ -34,7 +34,7 @@ ROOMS = {
     "scripts": 3980,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_890, "benchmarks": 4000}
+OTHERS = {"tests": 53_900, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ...targets.documents import Documents
 from ..base import Drafter, DrafterLoss, TargetBatch
-from ..float32_logits import Float32Logits
 from ..losses import (
     ChunkedSlopes,
+    Float32Logits,
     TargetDistribution,
     acceptance_metrics,
     compare,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outrider.heads.float32_logits import float32_linear
+from outrider.heads.losses import float32_linear
 
 
 def test_a_gpu_multiplies_in_half_precision_and_writes_float32():

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from outrider.heads.divergences import DIVERGENCES
-from outrider.heads.float32_logits import Float32Logits, float32_linear
-from outrider.heads.losses import LossSettings, chunked_compare, divergence
+from outrider.heads.losses import Float32Logits, LossSettings, chunked_compare, divergence, float32_linear
 
 POSITIONS, WIDTH, VOCABULARY = 96, 64, 512
 

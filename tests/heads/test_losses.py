@@ -20,8 +20,8 @@ from outrider.heads.divergences import (
     hard_cross_entropy,
     smooth_l1,
 )
-from outrider.heads.float32_logits import Float32Logits
 from outrider.heads.losses import (
+    Float32Logits,
     LossSettings,
     PositionLosses,
     TargetDistribution,

@@ -80,7 +80,7 @@ def new(
             f"no report in {escape(str(default))}: this pair holds no figures. `outrider eval` with the same words "
             "measures them; --report names another one."
         )
-    made = new_pair(folder, target, bound, loaded, measured, console=console)
+    made = new_pair(folder, target, saved, loaded, measured, console=console)
     print_pair(made, console)
     finish(as_json, "pair-new", pair_fields(made))
 

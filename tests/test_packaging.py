@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-NOT_OURS = {".venv", "build", "dist", "tests", ".git", "runs", "quickstart", "node_modules"}
+NOT_OURS = {"extras", ".venv", "build", "dist", "tests", ".git", "runs", "quickstart", "node_modules"}
 # Files beside the code that are for the checkout only.
 CHECKOUT_ONLY = {"scripts/quickstart", "scripts/test", "scripts/environment.sh"}
 MANUAL = set(SETUPTOOLS["data-files"]["share/man/man1"])
@@ -45,6 +45,15 @@ def tracked_files() -> list[str]:
 def test_every_package_is_listed_and_every_listed_package_exists() -> None:
     found = {"outrider." + ".".join(f.relative_to(ROOT).parts) for f in package_folders()}
     assert set(SETUPTOOLS["packages"]) == found
+
+
+def test_packages_beside_this_one_bring_what_their_entry_points_name() -> None:
+    (pair,) = (ROOT / "extras").glob("*/pyproject.toml")
+    values = tomllib.loads(pair.read_text(encoding="utf-8"))
+    (entry,) = values["project"]["entry-points"]["outrider.pairs"].values()
+    module, _, name = entry.partition(":")
+    assert f"{name} = " in (pair.parent / module / "__init__.py").read_text(encoding="utf-8")
+    assert (pair.parent / module / "pair" / "pair.json").is_file()
 
 
 def test_the_root_is_no_package() -> None:

@@ -212,3 +212,22 @@ def test_without_triton_all_but_the_kernels_work(tmp_path):
     done = Forked(main, tmp_path)
     assert "its kernels need Triton" in done.communicate()[1].splitlines()[-1]
     assert done.returncode == 1
+
+
+def test_a_pass_is_right_within_what_a_rounding_of_its_inputs_moves(target, clock, built, monkeypatch):
+    """SmolLM2's states move by more than the tolerance; none of a pass that is wrong altogether is allowed."""
+    monkeypatch.setattr(select.PassProbe, "_moved", lambda *_: [0.0, 0.015, 1.0])
+    probe = select.PassProbe(target, select._TREE, (0,))
+    assert probe.allowed == pytest.approx([select.tolerance(target.dtype), 0.24, 1.0])
+    candidates = (built("within", 0.1, factor=1 + 0.9 * probe.allowed[0]), built("beyond", 0.01, factor=1.2))
+    trials = {trial.candidate: trial.problem for trial in measure(target, candidates, clock).trials}
+    assert not trials["within"]
+    assert trials["beyond"].startswith("its hidden states are off")
+
+
+def test_what_a_rounding_moves_is_measured_and_leaves_the_target_as_it_was(target):
+    probe = select.PassProbe(target, select._TREE, (0,))
+    moved = probe._moved(target)
+    assert len(moved) == 3
+    assert all(0 < each < select.tolerance(target.dtype) for each in moved)
+    assert probe.error(target) == 0

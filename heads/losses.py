@@ -212,7 +212,7 @@ def float32_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -
     device = hidden.device.type
     if device == "meta":  # which has no autocast; trainings are planned there
         products = linear(hidden, weight, bias)
-        return products.to(torch.promote_types(products.dtype, torch.float32))
+        return products.to(float32_or_more(products))
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     if dtype not in HALF or torch.float64 in (hidden.dtype, weight.dtype):
         return linear(hidden, weight, bias)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,11 +23,10 @@ from ...common.errors import IncompatibleError, reason
 from ...common.machine import clock, device_name, free_bytes
 from ...common.runtime import installed_version
 from .. import packed_weights
-from ..backbone import Backbone
 from ..layers import is_of_llama_kind, usual_layer
 from ..split_attention import steady_kernels
 from ..target import Target
-from .trial_passes import PassProbe, tolerance
+from .trial_passes import PassProbe, by_library, tolerance
 
 try:
     from . import triton_runner
@@ -90,17 +88,6 @@ def why_not_packed(target: Target) -> str | None:
 
 def _packable_bytes(target: Target) -> int:
     return sum(weight.nbytes for weight in packed_weights.packable_weights(target.model))
-
-
-@contextmanager
-def by_library(target: Backbone) -> Iterator[None]:
-    """Run all passes inside by the library's modules."""
-    fast, packed = target.fast, target.packed
-    target.fast = target.packed = None
-    try:
-        yield
-    finally:
-        target.fast, target.packed = fast, packed
 
 
 @dataclass(frozen=True)

@@ -218,8 +218,8 @@ def test_a_pass_is_right_within_what_a_rounding_of_its_inputs_moves(target, cloc
     """SmolLM2's states move by more than the tolerance; none of a pass that is wrong altogether is allowed."""
     monkeypatch.setattr(select.PassProbe, "_moved", lambda *_: [0.0, 0.015, 1.0])
     probe = select.PassProbe(target, select._TREE, (0,))
-    assert probe.allowed == pytest.approx([select.tolerance(target.dtype), 0.24, 1.0])
-    candidates = (built("within", 0.1, factor=1 + 0.9 * probe.allowed[0]), built("beyond", 0.01, factor=1.2))
+    assert probe.allowed(target) == pytest.approx([select.tolerance(target.dtype), 0.24, 1.0])
+    candidates = (built("within", 0.1, factor=1 + 0.9 * probe.allowed(target)[0]), built("beyond", 0.01, factor=1.2))
     trials = {trial.candidate: trial.problem for trial in measure(target, candidates, clock).trials}
     assert not trials["within"]
     assert trials["beyond"].startswith("its hidden states are off")
@@ -230,4 +230,10 @@ def test_what_a_rounding_moves_is_measured_and_leaves_the_target_as_it_was(targe
     moved = probe._moved(target)
     assert len(moved) == 3
     assert all(0 < each < select.tolerance(target.dtype) for each in moved)
+    assert probe.error(target) == 0
+
+
+def test_what_a_rounding_moves_is_measured_only_where_a_way_is_off(target, monkeypatch):
+    probe = select.PassProbe(target, select._TREE, (0,))
+    monkeypatch.setattr(select.PassProbe, "_moved", lambda *_: pytest.fail("it was measured"))
     assert probe.error(target) == 0

@@ -8,6 +8,8 @@
 # --heads holds drafters that were trained for the embedded target before, as eagle1/drafter and eagle3/drafter:
 # `real-size` races them.
 #
+# What a head's training takes alone, in eight minutes at most: gpu.sh training training-specforge training-speculators
+#
 # Targets are the one that ships with Outrider, grown into the shapes of real models (`outrider lab grow`), and so is the
 # head that is trained for it first: texts and accepted drafts are real. Nothing is downloaded.
 #
@@ -68,11 +70,14 @@ bench() { echo "$python -m benchmarks.$1"; }
 
 llama=(--target embedded@8b) qwen=(--target embedded@qwen3-8b) floor=() numbers=(--dtypes bfloat16 float32)
 context=(--context 1024 8192) lengths=(--lengths 1024 2048 4096) chunks=() suite=() repeats=() quick=(--limit 4) interpret=0
+specforge=(--target embedded@tinyllama-1.1b --steps 7 --lengths 2048) # its published geometry
+speculators=(--target embedded@qwen3-0.6b --lengths 2048 --rows 1)    # of speculators#1111, on an A100
 few=() draft=(--draft-like 1b) learn=("output=$out/head")
 if [ -n "$tiny" ]; then
     small=(hidden_size=512 num_hidden_layers=12 intermediate_size=1024 vocab_size=4352)
     llama+=(--shape "${small[@]}") qwen+=(--shape "${small[@]}") floor=(--bytes 1000000) numbers=(--dtypes float32)
     context=(--context 160) lengths=(--lengths 32 --rows 2) chunks=(--chunks 16 512) draft=()
+    specforge+=(--shape "${small[@]}" --lengths 32 --rows 2) speculators+=(--shape "${small[@]}" --lengths 32)
     learn+=(training.max_steps=3 data.limit=8)
     suite=(--max-new-tokens 8) repeats=(--repeats 2) quick=(--quick --limit 2) interpret=1
     few=(--draft-vocab 2304 --limit 1 --max-new-tokens 8 --depths 2)
@@ -112,8 +117,12 @@ print(min((n for n in runners if "passes" in runners[n]), key=lambda n: sum(p["s
     fi
     step decode-llama 420 decode-llama.json $(bench decode) "${llama[@]}" "${context[@]:0:2}" "${decoding[@]}" \
         --out "$out/decode-llama.json.part"
-    step training 300 training.json $(bench training) "${llama[@]}" "${lengths[@]}" "${chunks[@]}" \
+    step training 240 training.json $(bench training) "${llama[@]}" "${lengths[@]}" "${chunks[@]}" \
         "${repeats[@]}" --out "$out/training.json.part"
+    step training-specforge 120 training-specforge.json $(bench training) "${specforge[@]}" "${chunks[@]}" \
+        "${repeats[@]}" --out "$out/training-specforge.json.part"
+    step training-speculators 120 training-speculators.json $(bench training) "${speculators[@]}" "${chunks[@]}" \
+        "${repeats[@]}" --out "$out/training-speculators.json.part"
     step decode-qwen3 420 decode-qwen3.json $(bench decode) "${qwen[@]}" "${context[@]:0:2}" "${decoding[@]}" \
         --out "$out/decode-qwen3.json.part"
     step tests 420 tests.txt "$python" -m pytest -q -n 4 -m gpu tests/targets/fast tests/targets/test_split_attention.py \

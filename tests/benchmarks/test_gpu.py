@@ -57,9 +57,10 @@ def test_an_option_that_it_does_not_have_is_refused(tmp_path):
 def test_the_whole_script_runs_to_its_end_on_a_cpu(tmp_path):
     run(tmp_path)
     summary = (tmp_path / "summary.md").read_text()
-    for part in ("kernels", "passes-llama", "decode-llama", "training"):
+    heads = ("training", "training-specforge", "training-speculators")
+    for part in ("kernels", "passes-llama", "decode-llama", *heads):
         assert f"## {part}\n\n|" in summary
-    for name in ("kernels", "passes-llama", "passes-qwen3", "decode-llama", "training", "identity"):
+    for name in ("kernels", "passes-llama", "passes-qwen3", "decode-llama", *heads, "identity"):
         assert (tmp_path / f"{name}.json").exists(), summary
     assert "eager" in (tmp_path / "candidates.txt").read_text()
     assert "kernels run on a GPU" in (tmp_path / "passes-llama.json").read_text(), "the fast pass is refused here"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, Self
 
@@ -307,3 +308,14 @@ def at_places(states: Tensor, places: Tensor) -> Tensor:
 def _read(inputs: Tensor) -> dict[str, Tensor]:
     """Return `inputs` under the name that a model has for tokens `[B, Q]`, or for embeddings `[B, Q, H]`."""
     return {"input_ids": inputs} if inputs.ndim == 2 else {"inputs_embeds": inputs}
+
+
+@contextmanager
+def by_library(target: Backbone) -> Iterator[None]:
+    """Run all passes inside by the library's modules."""
+    fast, packed = target.fast, target.packed
+    target.fast = target.packed = None
+    try:
+        yield
+    finally:
+        target.fast, target.packed = fast, packed

@@ -42,9 +42,12 @@ class PeakBytes(TorchDispatchMode):
         return made
 
     def _note(self, tensors: Any, new: bool) -> None:
-        """Count the storages of tensors. Views share one, which is counted once, until the last of them is gone."""
+        """Count the storages of tensors. Views share one, which is counted once, until the last of them is gone.
+
+        Weights in oneDNN's blocks show none; passes read them, and make none.
+        """
         for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor) and not tensor.is_sparse:
+            if isinstance(tensor, Tensor) and not tensor.is_sparse and not tensor.is_mkldnn:
                 self._count(tensor.untyped_storage(), new)
 
     def _count(self, storage: torch.UntypedStorage, new: bool) -> None:

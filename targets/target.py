@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from ..common.errors import BadInputError, IncompatibleError
 from ..common.machine import best_device
-from .backbone import Backbone, at_places
+from .backbone import Backbone, at_places, by_library
 from .cache import RaggedCache
 from .cache_and_masks import CacheLayout, runtime_key
 from .cache_slots import Nodes
@@ -254,7 +254,8 @@ class Target(Backbone):
         """Return the memory that passes work with; measured once for each device and dtype."""
         now = runtime_key(self.model, self.config)
         if now not in self._footprints:
-            self._footprints[now] = measure(self, self.lm_head, self.vocab_size)
+            with by_library(self):  # a packed pass makes copies of weights when it is the first
+                self._footprints[now] = measure(self, self.lm_head, self.vocab_size)
         return self._footprints[now]
 
     def check_taps(self, taps: Sequence[int]) -> None:

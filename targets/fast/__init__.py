@@ -6,6 +6,7 @@ tuned and by `custom_ops`, which are the `kernels` as torch knows them, once the
 modules.
 """
 
-from .select import by_library, use_fast_pass, use_fastest_pass
+from ..backbone import by_library
+from .select import use_fast_pass, use_fastest_pass
 
 __all__ = ["by_library", "use_fast_pass", "use_fastest_pass"]

@@ -23,10 +23,11 @@ from ...common.errors import IncompatibleError, reason
 from ...common.machine import clock, device_name, free_bytes
 from ...common.runtime import installed_version
 from .. import packed_weights
+from ..backbone import by_library
 from ..layers import is_of_llama_kind, usual_layer
 from ..split_attention import steady_kernels
 from ..target import Target
-from .trial_passes import PassProbe, by_library, tolerance
+from .trial_passes import PassProbe, tolerance
 
 try:
     from . import triton_runner

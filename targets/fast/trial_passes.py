@@ -5,14 +5,13 @@ Shapes: B rows, Q tokens per row, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from ..backbone import Backbone
+from ..backbone import by_library
 from ..cache import RowLengths
 from ..cache_slots import Nodes
 from ..target import Target
@@ -114,17 +113,6 @@ class PassProbe:
             play()
             times.append(clock() - begin)
         return 1000 * median(times)
-
-
-@contextmanager
-def by_library(target: Backbone) -> Iterator[None]:
-    """Run all passes inside by the library's modules."""
-    fast, packed = target.fast, target.packed
-    target.fast = target.packed = None
-    try:
-        yield
-    finally:
-        target.fast, target.packed = fast, packed
 
 
 def tolerance(dtype: torch.dtype) -> float:

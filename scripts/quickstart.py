@@ -1,9 +1,10 @@
-"""The whole life of a pair on the target that ships with Outrider: `outrider quickstart`.
+"""The whole life of a pair on the target that ships with Outrider, or on SmolLM2: `outrider quickstart`.
 
 Nothing here is private to the quickstart: every stage is a few lines around public functions, and reading this file
 from top to bottom is one way to learn them. Each stage leaves its result in the working folder, and a second run
 reuses it.
 
+    answers.jsonl           on SmolLM2: the answers that ship, without those to what is measured
     data/, drafter/         the target's responses, the trained head
     tuning.json             the fastest plans of this machine
     report/                 what the tuned plan, the head alone and n-grams alone achieve
@@ -17,6 +18,7 @@ reuses it.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -34,10 +36,10 @@ from rich.text import Text
 from torch import Tensor
 
 from ..common import BadInputError, digests
-from ..common.atomic import replacing_folder
+from ..common.atomic import replacing_folder, write_atomically
 from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
-from ..common.plugins import plugins
+from ..common.plugins import plugin, plugins
 from ..common.progress import progress
 from ..costs.machine_speed import Pace, measure_pace
 from ..decode import Plan
@@ -55,24 +57,22 @@ from ..eval.tuning_record import Tuning
 from ..heads import load_drafter
 from ..pair import Pair, gate_pairs, new_pair, newest_report, probe, verify
 from ..pair.refresh import RefreshOptions, refresh
-from ..recipes import Recipe, embedded_file, load_recipe
-from ..targets import Target, embedded_path
+from ..recipes import Recipe, embedded_file, load_recipe, packaged_file
+from ..targets import Target
 from ..targets.fingerprint import digest_file
+from ..targets.loading import EMBEDDED, target_path
+from ..targets.model_folder import SINGLE
 from ..train import train
 from .eval_setup import tuned_contestant
 
-# Of the heads that Outrider trains, eagle1 has the highest τ after minutes of training on two CPU cores: 3.38 after 360
-# seconds, against 2.98 of eagle3 (benchmarks/results/frontier-360s-cpu.json); others have less (compare-cpu-fp32.json).
-RECIPE = "embedded-eagle1"
+SMOLLM2 = "smollm2"
+ANSWERS = "answers.jsonl"
+QUESTIONS = "questions.jsonl"
 STORY = "story.json"
 
-SUITES = ("code", "docs")  # what is measured, each time
 BASELINES = ("ngram",)
-LORA_RATE, LORA_RANK = 4e-3, 32  # of the fine-tune that changes the target
-# Of the gate. The tolerance is the smallest that 80 prompts decide in 4 runs of 5 if nothing fell: over 100 of them the
-# ratio of two τ had a standard error of 2.3%, so over 80 one of 2.6%, and a bound at 95% needs 2.5 times that.
-# `outrider gate` by itself takes 3%, for which 560 prompts are needed.
-TOLERANCE, CONFIDENCE = 0.07, 0.95
+LORA_RANK = 32  # of the fine-tune that changes the target
+CONFIDENCE = 0.95  # of the gate
 
 
 def tell(out: Path, console: Console, budget: QuickstartBudget | None = None) -> bool:
@@ -84,11 +84,22 @@ def tell(out: Path, console: Console, budget: QuickstartBudget | None = None) ->
     place = Workplace(out, console, budget or QuickstartBudget())
     with locked(out):
         out.mkdir(parents=True, exist_ok=True)
+        if place.budget.given:
+            write_unmeasured(out / ANSWERS)
         story = Story(place)
-        for number, (title, work) in enumerate(STAGES, 1):
+        last = [(stage.title, stage.run) for stage in place.budget.last_stages]
+        for number, (title, work) in enumerate([*STAGES, *last], 1):
             story.run(number, title, work)
         conclude(story)
     return place.verdict.passed
+
+
+def write_unmeasured(file: Path) -> None:
+    """Write the answers that ship for SmolLM2, without those to the questions that are measured."""
+    questions = packaged_file(SMOLLM2, QUESTIONS).read_text(encoding="utf-8").splitlines()
+    measured = {json.loads(row)["turns"][0] for row in questions}
+    rows = packaged_file(SMOLLM2, ANSWERS).read_text(encoding="utf-8").splitlines(keepends=True)
+    write_atomically(file, "".join(row for row in rows if json.loads(row)["messages"][0]["content"] not in measured))
 
 
 class Workplace:
@@ -99,12 +110,13 @@ class Workplace:
         self.console = console
         self.budget = budget
         self.sizes: QuickstartSizes | None = None
-        self.asked: Recipe = load_recipe(RECIPE, budget.changes(out))
+        self.asked: Recipe = load_recipe(budget.recipe, budget.changes(out))
+        self.model = Path(target_path(self.asked.target.path)) / SINGLE
 
     @cached_property
     def recipe(self) -> Recipe:
         """The recipe as it fits this machine."""
-        return load_recipe(RECIPE, self.budget.changes(self.out, self.measured))
+        return load_recipe(self.budget.recipe, self.budget.changes(self.out, self.measured))
 
     @property
     def measured(self) -> QuickstartSizes:
@@ -132,7 +144,7 @@ class Workplace:
     @cached_property
     def verdict(self) -> GateResult:
         """The gate's result for version 2 against version 1."""
-        return gate_pairs(self.refreshed, self.pair, TOLERANCE, CONFIDENCE)
+        return gate_pairs(self.refreshed, self.pair, self.budget.tolerance, CONFIDENCE)
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -151,7 +163,7 @@ class Workplace:
 
     def suites(self, target: Target, first: int | None = None, last: int | None = None) -> list[Suite]:
         """Return the suites with their `first` prompts, or their `last` ones."""
-        found = load_suites(SUITES, target.require_tokenizer(), first)
+        found = load_suites(self.budget.suites, target.require_tokenizer(), first)
         return [make_suite(s.name, s.prompts[-last:]) for s in found] if last else found
 
 
@@ -159,18 +171,27 @@ def look_at_the_machine(place: Workplace) -> str:
     """Measure for a few seconds, and take as much as fits the time."""
     sizes = place.sizes = QuickstartSizes.fitting(place.budget, measure_pace(place.asked))
     precision = "bfloat16" if sizes.bf16 else "float32"
+    asked = "" if place.budget.given else f"{sizes.prompts} prompts, and "
     return (
-        f"{sizes.prompts} prompts, and {sizes.refresh_prompts} for the refresh, should take {sizes.seconds} s in all; "
+        f"{asked}{sizes.refresh_prompts} for the refresh, should take {sizes.seconds} s in all; "
         f"faster here: training in {precision}, decoding in {sizes.dtype}"
     )
 
 
 def distil(place: Workplace) -> str:
     counts = provenance(distill(place.recipe, place.target, place.console))["counts"]
-    return f"{counts['sequences']} responses, {counts['response_tokens']:,} tokens"
+    found = f"{counts['sequences']:,} responses, {counts['response_tokens']:,} tokens"
+    return f"prepared, as they ship with Outrider: {found}" if place.budget.given else found
 
 
 def train_head(place: Workplace) -> str:
+    """Train a head, or take the one of a pair that a package registers, where the budget names such a pair."""
+    name = place.budget.prepared
+    prepared = None if name is None else plugin("pairs", name)
+    if prepared is not None:
+        with replacing_folder(place.out / "drafter") as building:
+            shutil.copytree(Pair.load(prepared).drafter_folder, building, dirs_exist_ok=True)
+        return f"prepared: the head of {name}, which {place.budget.recipe} trained; nothing was trained here"
     result = train(place.recipe, place.target, console=place.console, seconds=place.budget.train_seconds)
     return f"{result.steps} steps in {place.budget.train_seconds:.0f} seconds"
 
@@ -228,7 +249,8 @@ def ask_the_probe(place: Workplace) -> str:
 
 def learn_again(place: Workplace) -> str:
     budget = place.budget
-    changes = [f"data.limit={place.measured.refresh_prompts}", f"eval.depth={place.depth}", "eval.baselines=[]"]
+    changes = [f"data.limit={place.measured.refresh_prompts}", f"data.max_new_tokens={budget.new_tokens}"]
+    changes += ["data.answers=target", f"eval.depth={place.depth}", "eval.baselines=[]"]
     how = RefreshOptions(seconds=budget.refresh_seconds)
     refresh(place.pair, place.changed, place.out / "refreshed", changes, place.console, how, generate_baseline=False)
     return newest_report(place.refreshed).sentence()
@@ -280,7 +302,6 @@ STAGES: list[tuple[str, Stage]] = [
     ("refresh: learn from the new target", learn_again),
     ("gate: v2 against v1", ask_the_gate),
     ("pair v2", verify_both),
-    *((stage.title, stage.run) for stage in LAST_STAGES),
 ]
 
 
@@ -322,7 +343,7 @@ class Story:
     def _identity(self) -> dict[str, Any]:
         return {
             "outrider": version("outrider"),
-            "target": digest_file(embedded_path() / "model.safetensors"),
+            "target": digest_file(self.place.model),
             "budget": json.loads(json.dumps(asdict(self.place.budget))),
         }
 
@@ -336,7 +357,7 @@ def conclude(story: Story) -> None:
     reused = f", of which {story.reused} stages were reused" if story.reused else ""
     console.print(Text(f"{seconds:.0f} seconds in {count} stages{reused}", style="dim"))
     pair, report = place.out / "refreshed" / "pair", place.out / "report" / "report.html"
-    console.print(Text(f'report: {report}   next: outrider generate {pair} "def "'))
+    console.print(Text(f"report: {report}   next: outrider generate {pair} {place.budget.prompt}"))
     console.print(Text(f"serve it: outrider export {pair} --to vllm   (or sglang; the target goes along, merged)"))
 
 
@@ -345,9 +366,10 @@ def closing_table(place: Workplace) -> Table:
     first, second = Report.load(place.out / "report"), place.refreshed
     rows = [(f"v1: {c.label}", first.headline(c.name)) for c in first.contestants if c.kind == "drafter"]
     rows += [("v2 on the changed target", newest_report(second).headline())]
-    note = f"{sum(s.num_prompts for s in first.conditions.suites)} prompts of {' and '.join(SUITES)}, greedy"
+    suites = first.conditions.suites
+    note = f"{sum(s.num_prompts for s in suites)} prompts of {' and '.join(s.name for s in suites)}, greedy"
     note += f", {place.measured.dtype}, batch 1, [95% interval over prompts]"
-    for stage in LAST_STAGES:
+    for stage in place.budget.last_stages:
         more, conditions_there = stage.rows(place)
         rows += more
         note += conditions_there
@@ -367,7 +389,7 @@ def fine_tune(recipe: Recipe, budget: QuickstartBudget, folder: Path, console: C
     lora = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
     model = get_peft_model(target.model, lora)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LORA_RATE)
+    optimizer = torch.optim.AdamW(trained, lr=budget.lora_rate)
     losses, windows = [], prose_windows(target, budget)
     with progress(console, "fine-tuning", budget.lora_steps, transient=True) as advance:
         for tokens in windows:
@@ -399,8 +421,27 @@ def prose_windows(target: Target, budget: QuickstartBudget) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class QuickstartBudget:
-    """Everything that decides how long the quickstart takes; how many prompts fit is measured (`QuickstartSizes`)."""
+    """A target's story, and all that decides how long it takes; how many prompts fit is measured (`QuickstartSizes`).
 
+    Attributes:
+        recipe: of the heads that Outrider trains, eagle1 has the highest τ after minutes of training on two CPU cores:
+            3.38 after 360 seconds, against 2.98 of eagle3 (benchmarks/results/frontier-360s-cpu.json); others have less
+            (compare-cpu-fp32.json).
+        given: the recipe's answers ship with Outrider. prepared: the name of a pair whose head is taken if a package
+            has it.
+        grown: whether stages of other packages follow.
+        tolerance: the smallest that 80 prompts decide in 4 runs of 5 if nothing fell: over 100 of them the ratio of two
+            τ had a standard error of 2.3%, so over 80 one of 2.6%, and a bound at 95% needs 2.5 times that. `outrider
+            gate` by itself takes 3%, for which 560 prompts are needed.
+    """
+
+    recipe: str = "embedded-eagle1"
+    given: bool = False
+    prepared: str | None = None
+    grown: bool = True
+    suites: tuple[str, ...] = ("code", "docs")  # what is measured, each time
+    prompt: str = '"def "'  # of an example
+    tolerance: float = 0.07
     seconds: float = 350.0  # for all of it
     prompts: int = 960  # of the first training, at most
     least_prompts: int = 320
@@ -416,23 +457,59 @@ class QuickstartBudget:
     lora_steps: int = 75
     lora_rows: int = 4
     lora_length: int = 96
+    lora_rate: float = 4e-3
+
+    @classmethod
+    def of(cls, target: str) -> QuickstartBudget:
+        """Return the budget of a target, `embedded` or `smollm2`; the latter's story takes up to 25 minutes."""
+        if target == EMBEDDED:
+            return cls()
+        if target != SMOLLM2:
+            raise BadInputError(f"quickstart --target: expected {EMBEDDED} or {SMOLLM2}, found {target!r}.")
+        return cls(
+            recipe="smollm2-eagle3",
+            given=True,
+            prepared="smollm2-pair",
+            grown=False,
+            suites=(str(packaged_file(SMOLLM2, QUESTIONS)),),
+            prompt='--chat "Explain photosynthesis to a child."',
+            tolerance=0.1,
+            seconds=1300.0,
+            prompts=960,
+            refresh_share=0.2,
+            train_seconds=360.0,
+            refresh_seconds=120.0,
+            tune_tokens=16,
+            gate_prompts=32,
+            lora_steps=20,
+            lora_rate=5e-4,
+        )
+
+    @property
+    def last_stages(self) -> list[QuickstartStage]:
+        """The stages of other packages, where they follow."""
+        return LAST_STAGES if self.grown else []
 
     def changes(self, output: Path, sizes: QuickstartSizes | None = None) -> list[str]:
         """Return the overrides that fit the packaged recipe to this budget, and to what was measured once it was."""
         values: dict[str, Any] = {
             "output": str(output),
-            "data.max_new_tokens": self.new_tokens,
-            "data.features": "cached",  # the few responses are read several times
             "training.logging_steps": 25,
-            "eval.suites": list(SUITES),
+            "eval.suites": list(self.suites),
             "eval.limit": self.suite_prompts,
             "eval.max_new_tokens": self.suite_tokens,
             "eval.repeats": 1,
             "eval.temperatures": [0.0],
             "eval.baselines": list(BASELINES),
         }
+        if self.given:
+            values["data.prompts"] = [str(output / ANSWERS)]
+        else:
+            values["data.max_new_tokens"] = self.new_tokens
+            values["data.features"] = "cached"  # the few responses are read several times
         if sizes is not None:
-            values |= {"target.dtype": sizes.dtype, "training.bf16": sizes.bf16, "data.limit": sizes.prompts}
+            values |= {"target.dtype": sizes.dtype, "training.bf16": sizes.bf16}
+            values |= {} if self.given else {"data.limit": sizes.prompts}
         return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
@@ -471,16 +548,16 @@ def expected_seconds(budget: QuickstartBudget, prompts: int, pace: Pace) -> floa
     """
     started = 25.0  # imports, loading, reports, checkpoints, and the pace itself
     prompt = 150  # tokens of a mean one
-    answered = prompts + budget.refresh_share * prompts
+    answered = (not budget.given) * prompts + budget.refresh_share * prompts
     counted = 2 * budget.gate_prompts + 32  # prompts of probes and gates
     per_count = 2.5 * (prompt + budget.suite_tokens) + 2 * budget.suite_tokens
     fine_tuned = budget.lora_steps * budget.lora_rows * budget.lora_length
     tuned = 85 * budget.tune_tokens * (1 + budget.tune_prompts / 3)  # in the plain target's, for three prompts a suite
-    measured = 5.0 * len(SUITES) * budget.suite_prompts * budget.suite_tokens
+    measured = 5.0 * len(budget.suites) * budget.suite_prompts * budget.suite_tokens
     worked = pace.seconds(
         prefills=prompt * answered + per_count * counted + 1.6 * fine_tuned,
         answers=(budget.new_tokens - 1) * answered + budget.suite_tokens / 4 * counted,
         tokens=tuned + measured,
     )
-    given = budget.train_seconds + budget.refresh_seconds + sum(stage.seconds for stage in LAST_STAGES)
+    given = budget.train_seconds + budget.refresh_seconds + sum(stage.seconds for stage in budget.last_stages)
     return started + worked + given

@@ -118,13 +118,16 @@ def compare(
 
 def quickstart(
     out: Annotated[Path, typer.Option(help="Working folder; finished stages in it are reused.")] = Path("quickstart"),
+    target: Annotated[
+        str, typer.Option(help="embedded, or smollm2: a real model, fetched before, in up to 25 minutes.")
+    ] = "embedded",
 ) -> None:
     """The whole story on the embedded target, in a few minutes.
 
     Distil, train, measure, pair; change the target; probe, refresh, gate.
     """
     require_place(out, QUICKSTART, what="the quickstart")
-    from .quickstart import tell
+    from .quickstart import QuickstartBudget, tell
 
-    if not tell(out, VisibleConsole()):
+    if not tell(out, VisibleConsole(), QuickstartBudget.of(target)):
         raise typer.Exit(FINDING)

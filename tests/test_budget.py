@@ -20,7 +20,7 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3310,
-    "targets": 7270,
+    "targets": 7250,
     "heads": 7640,
     "formats": 4380,
     "decode": 4010,
@@ -31,10 +31,10 @@ ROOMS = {
     "train": 4630,
     "pair": 3410,
     "serving": 2440,
-    "scripts": 3980,
+    "scripts": 4070,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_950, "benchmarks": 4000}
+OTHERS = {"tests": 53_980, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

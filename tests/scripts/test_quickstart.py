@@ -49,9 +49,8 @@ def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_folder: Pat
     monkeypatch.setattr(tuner, "TREE_SIZES", (4,))
     monkeypatch.setattr(outrider.recipes, "_HERE", here)
     # Stages of other packages are tested there.
-    monkeypatch.setattr(quickstart, "STAGES", quickstart.STAGES[: -len(quickstart.LAST_STAGES) or None])
     monkeypatch.setattr(quickstart, "LAST_STAGES", [])
-    for place in ("outrider.targets", "outrider.targets.loading", "outrider.scripts.quickstart"):
+    for place in ("outrider.targets", "outrider.targets.loading"):
         monkeypatch.setattr(f"{place}.embedded_path", lambda: here / "embedded" / "target")
 
 
@@ -115,3 +114,48 @@ def test_a_slow_machine_gets_fewer_prompts_and_no_machine_fewer_than_the_least()
             assert expected_seconds(budget, sizes.prompts, pace) <= budget.seconds
     assert taken == sorted(taken, reverse=True)
     assert (taken[0], taken[-1]) == (budget.prompts, budget.least_prompts)
+
+
+def test_smollm2_is_fetched_first_and_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(BadInputError, match="run `outrider fetch smollm2`"):
+        told(tmp_path / "story", QuickstartBudget.of("smollm2"))
+    assert not (tmp_path / "story").exists()
+    with pytest.raises(BadInputError, match="expected embedded or smollm2, found 'gpt2'"):
+        QuickstartBudget.of("gpt2")
+
+
+def test_what_is_measured_on_smollm2_is_not_learned(tmp_path: Path) -> None:
+    quickstart.write_unmeasured(tmp_path / "answers.jsonl")
+    rows = [
+        json.loads(line)["messages"][0]["content"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()
+    ]
+    [suite] = QuickstartBudget.of("smollm2").suites
+    asked = {json.loads(line)["turns"][0] for line in Path(suite).read_text().splitlines()}
+    assert (len(rows), len(asked), asked & {*rows}) == (1956, 48, set())
+
+
+@pytest.mark.usefixtures("embedded")
+def test_what_was_prepared_is_taken_and_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers that ship with a recipe, and the head of a pair that a package registers."""
+    here = outrider.recipes._HERE / "smollm2"
+    here.mkdir()
+    messages = [[{"role": r, "content": f"{i}{r}"} for r in ("user", "assistant")] for i in range(12)]
+    (here / "answers.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in messages))
+    (here / "questions.jsonl").write_text("".join(json.dumps({"turns": [f"{i}user"]}) + "\n" for i in range(4)))
+    budget = replace(TINY, given=True, prepared="smollm2-pair", suites=(str(here / "questions.jsonl"),))
+    place = quickstart.Workplace(tmp_path / "story", Console(file=io.StringIO()), budget)
+    place.sizes = QuickstartSizes("float32", False, 8, 6, 1.0, {})
+    place.asked.data.answers = place.recipe.data.answers = "given"
+    place.out.mkdir()
+    quickstart.write_unmeasured(place.out / "answers.jsonl")
+    assert quickstart.distil(place).startswith("prepared, as they ship with Outrider: 8 responses")
+    monkeypatch.setattr(quickstart, "plugin", lambda kind, name: None)
+    assert quickstart.train_head(place).endswith("steps in 3 seconds")
+    pair = quickstart.new_pair(tmp_path / "pair", place.target, place.out / "drafter", place.recipe, calibration=[])
+    monkeypatch.setattr(quickstart, "plugin", lambda kind, name: {("pairs", "smollm2-pair"): pair.folder}[kind, name])
+    shutil.rmtree(place.out / "drafter")
+    assert quickstart.train_head(place).startswith("prepared: the head of smollm2-pair")
+    assert (
+        quickstart.load_drafter(place.out / "drafter", place.target).digest() == pair.drafter_for(place.target).digest()
+    )

@@ -184,7 +184,6 @@ class Workshop:
         tuner.WIDTHS, tuner.TREE_SIZES = (0, 1, 2, 4, 8), (4,)  # type: ignore[misc]
         for module in (outrider.targets, outrider.targets.loading, quickstart):
             module.embedded_path = lambda: here / "embedded" / "target"  # type: ignore[attr-defined]
-        quickstart.STAGES = quickstart.STAGES[: len(quickstart.STAGES) - len(quickstart.LAST_STAGES)]
         quickstart.LAST_STAGES = []
         quickstart.tell(self.work / "story", VisibleConsole(), STORY)
 
@@ -205,9 +204,9 @@ def _write_recipes(folder: Path, target: Target) -> None:
             texts = (f"for {suite}_{i} in {kind}:\n    print({i})\n" for i in range(6))
             rows = [json.dumps({"id": f"{kind}/{suite}/{i}", "text": text}) for i, text in enumerate(texts)]
             (inside / kind / f"{suite}.jsonl").write_text("\n".join(rows) + "\n")
-    recipe = yaml.safe_load(outrider.recipes.packaged_recipes()[quickstart.RECIPE].read_text())
+    recipe = yaml.safe_load(outrider.recipes.packaged_recipes()[quickstart.QuickstartBudget.recipe].read_text())
     recipe["training"] |= {"disable_tqdm": True, "use_cpu": True}
-    (folder / f"{quickstart.RECIPE}.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / f"{quickstart.QuickstartBudget.recipe}.yaml").write_text(yaml.safe_dump(recipe))
 
 
 def tuning(depth: int) -> Tuning:

@@ -7,12 +7,14 @@ from collections.abc import Collection
 _LINES = """
 outrider distill embedded-eagle3
 outrider distill my.yaml data.limit=500
+outrider distill my.yaml --dry-run
 outrider data show embedded-eagle3 --count 2
 outrider data show my.yaml data.answers=given
 outrider data check embedded-eagle3
 outrider data check my.yaml data.limit=1000 --json
 outrider train embedded-eagle3
 outrider train my.yaml training.max_steps=100 --fresh
+outrider train my.yaml --dry-run
 outrider init path/to/target --out my.yaml
 outrider init embedded --prompts prompts.jsonl --out my.yaml
 outrider quickstart --target smollm2 --out story

@@ -77,6 +77,7 @@ PAIR: Fields = {"folder": str, **fields_of(PairFacts)}
 # The fields of every answer that needs no torch, by the verb that gives it; `_with_torch` has the others.
 ANSWERS: Fields = {
     "error": {"error": str},
+    "dry-run": {"reads": list[str], "writes": list[str], "spends": list[str], "sends": list[str]},
     "distill": {"folder": str, "counts": dict[str, int | float]},
     "train": {"drafter": str, "steps": int, "metrics": dict[str, Any]},
     "eval": REPORT,

@@ -14,7 +14,7 @@ from ..common import BadInputError
 from ..common.places import PAIR, REFRESH, require_place
 from ..common.safe_load import MEGABYTE, read_bytes
 from ..common.terminal import VisibleConsole
-from . import data_cli
+from . import data_cli, dry_runs
 from .options import (
     Adapter,
     AsJson,
@@ -189,6 +189,7 @@ def refresh(
         float | None,
         typer.Option(min=0, max=0.5, help="End when held-out τ rises by less than this share, such as 0.01."),
     ] = None,
+    dry_run: dry_runs.DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Train the drafter on for a changed target: the next version."""
@@ -199,6 +200,8 @@ def refresh(
     from .json_schemas import pair_fields
 
     require_place(out, REFRESH, what="the refresh")
+    if dry_run:
+        return dry_runs.of_refresh(loaded, target, adapter, out, changes or [], seconds).tell(as_json)
     console = console_for(as_json)
     until = None if tokens is None and until_flat is None else Until(tokens, until_flat)
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
@@ -233,12 +236,16 @@ def print_pair(pair: PairFiles, console: Console) -> None:
 
 
 @pair_app.command()
-def push(pair: PairFolder, registry: RegistryPlace = None, as_json: AsJson = False) -> None:
+def push(
+    pair: PairFolder, registry: RegistryPlace = None, dry_run: dry_runs.DryRun = False, as_json: AsJson = False
+) -> None:
     """Add a pair to a registry, all of it or nothing; a second time changes nothing."""
     from ..pair import PairFiles
 
     console = console_for(as_json)
     opened, loaded = opened_registry(registry), PairFiles.load(pair)
+    if dry_run:
+        return dry_runs.of_push(loaded, opened.store.where).tell(as_json)
     entry = opened.push(loaded, console)
     there = f"waits for `{waiting}`, which sends it to" if (waiting := opened.store.waiting) else "is in"
     where = f"{there} {opened.store.where}"

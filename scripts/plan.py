@@ -64,7 +64,7 @@ def _count(values: dict[str, Any], name: str, otherwise: int, file: Path) -> int
 
 def show(plan: Needs, console: Console) -> None:
     """Print sizes, the memory of a process, and each named GPU."""
-    print_facts(((name, escape(value)) for name, value in _sizes(plan).items()), console)
+    print_facts(((name, escape(value)) for name, value in sizes(plan).items()), console)
     for table in (_memory(plan), _gpus(plan)):
         console.print()
         print_table(table, table.title, console)
@@ -80,7 +80,8 @@ def show(plan: Needs, console: Console) -> None:
         console.print(Text(f"Note: {note}", style="yellow"))
 
 
-def _sizes(plan: Needs) -> dict[str, str]:
+def sizes(plan: Needs) -> dict[str, str]:
+    """Return the sizes of a plan in words, by name."""
     work = plan.workload
     return {
         "recipe": plan.recipe,

@@ -10,15 +10,19 @@ from rich.markup import escape
 
 from ..common.places import COMPARISON, QUICKSTART, TRAINED, require_place
 from ..common.terminal import VisibleConsole
-from . import export_cli
+from . import dry_runs, export_cli
 from .options import FINDING, AsJson, Overrides, RecipeName, SeveralRecipes, recipe_of, recipes_of
 from .output import console_for, finish
 
 
-def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
+def distill(
+    recipe: RecipeName, changes: Overrides = None, dry_run: dry_runs.DryRun = False, as_json: AsJson = False
+) -> None:
     """Let the target answer the prompts: what a drafter learns from."""
     loaded = recipe_of(recipe, changes)
     require_place(loaded.output_folder, *TRAINED, COMPARISON)
+    if dry_run:
+        return dry_runs.of_recipe(loaded, trains=False).tell(as_json)
     from ..distill import distill as run
     from ..distill import provenance
 
@@ -35,6 +39,7 @@ def train(
         bool, typer.Option("--fresh", help="Start over; checkpoints of an earlier run are moved aside.")
     ] = False,
     engine: export_cli.Engine = None,
+    dry_run: dry_runs.DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a drafter (distils first if needed).
@@ -44,6 +49,8 @@ def train(
     loaded = recipe_of(recipe, changes)
     require_place(loaded.output_folder, *TRAINED)
     export_cli.check_servable(loaded, engine)
+    if dry_run:
+        return dry_runs.of_recipe(loaded).tell(as_json)
     from ..train import train as run
     from ..train.callbacks import held_out_taus
 
@@ -96,6 +103,7 @@ def compare(
     out: Annotated[
         Path, typer.Option(help="Folder of responses, trainings and report; what is finished in it is reused.")
     ] = Path("runs/compare"),
+    dry_run: dry_runs.DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Train recipes for the same time on the same data, and compare.
@@ -104,6 +112,8 @@ def compare(
     """
     loaded = recipes_of(recipes)
     require_place(out, COMPARISON)
+    if dry_run:
+        return dry_runs.of_comparison(loaded, budget, out).tell(as_json)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
     from .json_schemas import report_fields

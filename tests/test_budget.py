@@ -31,10 +31,10 @@ ROOMS = {
     "train": 4630,
     "pair": 3410,
     "serving": 2440,
-    "scripts": 4070,
+    "scripts": 4220,
     LAB: 9000,
 }
-OTHERS = {"tests": 53_980, "benchmarks": 4000}
+OTHERS = {"tests": 54_085, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -42,7 +42,11 @@ _SAMPLE = 1000  # prompts whose lengths stand for those of all
 _BYTES = 4  # of a token, where no tokenizer tells
 
 
-class UnknownShapesError(BadInputError):
+class UnknownNeedsError(BadInputError):
+    """Needs that configs alone do not tell."""
+
+
+class UnknownShapesError(UnknownNeedsError):
     """A drafter that is made of its target's weights."""
 
 
@@ -273,7 +277,7 @@ def _count(sources: Sequence[str | SourceSpec], limit: int | None) -> int:
     counts = [count_rows(source) for source in sources]
     known = None if None in counts else sum(count or 0 for count in counts)
     if known is None and limit is None:
-        raise BadInputError(
+        raise UnknownNeedsError(
             "how many prompts there are is not known before the data set is read: set data.limit, or say it with "
             "--rows."
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
@@ -21,6 +22,7 @@ from ..targets.model_folder import NAMES, PUBLISHED, is_local
 END = "<!-- Outrider writes what stands above. What stands below is kept. -->"
 # The folders before the last name of a path that begins at the root, at home, or at a drive.
 _FOLDERS = re.compile(r"(?:^|(?<=[=\[,'\"])|(?<=, ))(?:~|[A-Za-z]:)?[/\\](?:[^,'\"\]]*[/\\])?(?=[^,'\"\]/\\])")
+_NAMED = partial(_FOLDERS.sub, "")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -112,13 +114,16 @@ class CardTarget:
         )
 
 
-def portable(values: object) -> object:
-    """Return plain values in which paths of this machine are names: `/home/me/prompts.jsonl` is `prompts.jsonl`."""
+def portable(values: object, renamed: Callable[[str], str] = _NAMED) -> object:
+    """Return plain values in which paths of this machine are names: `/home/me/prompts.jsonl` is `prompts.jsonl`.
+
+    `renamed`: what becomes of each text instead.
+    """
     if isinstance(values, dict):
-        return {key: portable(value) for key, value in values.items()}
+        return {key: portable(value, renamed) for key, value in values.items()}
     if isinstance(values, list):
-        return [portable(value) for value in values]
-    return _FOLDERS.sub("", values) if isinstance(values, str) else values
+        return [portable(value, renamed) for value in values]
+    return renamed(values) if isinstance(values, str) else values
 
 
 def portable_command(line: str) -> str:

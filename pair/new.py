@@ -20,12 +20,13 @@ from ..common.atomic import replacing_folder, write_atomically
 from ..common.digests import listed_problems
 from ..common.locks import locked
 from ..common.places import PAIR, require_place
-from ..common.safe_load import read_json
+from ..common.safe_load import read_json, yaml_text
 from ..distill.data_set import learnt_questions
 from ..distill.dataset_formats import understand
 from ..distill.prompt_table import Prompt
 from ..distill.responses import data_folder
-from ..distill.sources import rows_of
+from ..distill.sources import as_specs, rows_of
+from ..eval.model_card import portable
 from ..eval.reports.report import ContestantInfo, Report
 from ..heads import Drafter, Fusion, load_drafter
 from ..heads.registry import with_defaults
@@ -103,8 +104,7 @@ def new_pair(
     with locked(final), replacing_folder(final) as partial:
         existing = _existing(final)
         saved = _save_drafter(drafter, partial / DRAFTER, target)
-        whole = _keep_suites(recipe, partial).to_yaml(drafter=with_defaults(recipe.drafter))
-        write_atomically(partial / RECIPE, whole)
+        write_atomically(partial / RECIPE, yaml_text(_portable(_keep_suites(recipe, partial))))
         report = None if report_folder is None else _copy_report(Path(report_folder).expanduser(), partial / REPORTS)
         measured = None if report is None else _measured(report, target, saved)
         manifest = _identified(partial, target, saved, recipe, _plan(measured, recipe), parent)
@@ -214,6 +214,26 @@ def _keep_suites(recipe: Recipe, partial: Path) -> Recipe:
             shutil.copyfile(file, partial / copy)
             names[i] = copy.as_posix()
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": names})})
+
+
+def _portable(recipe: Recipe) -> dict[str, object]:
+    """Return a recipe's values with no more of this machine's folders than a refresh or another training must read.
+
+    Where results went, and what a refresh replaces, are names; paths below the working folder go from there.
+    """
+    named = {"output": portable(recipe.output), "training": portable(recipe.training)}
+    named["data"] = recipe.data.model_copy(update={"responses": portable(recipe.data.responses)})
+    values = recipe.model_copy(update=named).model_dump(mode="json")
+    values["drafter"] = portable(with_defaults(recipe.drafter))
+    for source in as_specs(recipe.data.prompts):
+        if _from_here(source.path).startswith("/"):
+            _log.info("the pair's recipe names %s: elsewhere a refresh wants its own data.prompts=[…]", source.path)
+    return {name: portable(section, _from_here) for name, section in values.items()}
+
+
+def _from_here(text: str) -> str:
+    path = Path(text)
+    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else text
 
 
 def _require_own_images(file: Path) -> None:

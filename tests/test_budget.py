@@ -29,7 +29,7 @@ ROOMS = {
     "costs": 1200,
     "eval": 4780,
     "train": 4630,
-    "pair": 3410,
+    "pair": 3426,
     "serving": 2440,
     "scripts": 4220,
     LAB: 9000,

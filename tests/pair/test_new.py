@@ -13,6 +13,7 @@ import pytest
 from outrider.common import BadInputError
 from outrider.common.atomic import machine_tag
 from outrider.decode import Plan
+from outrider.eval.model_card import portable
 from outrider.heads.registry import with_defaults
 from outrider.pair import Pair, new_pair, verify
 from outrider.pair import new as making
@@ -42,9 +43,8 @@ def test_pair_json_says_what_the_pair_is(make_pair, make_target, recipe, today):
     assert (made.drafter.type, list(made.drafter.files)) == ("ngram", ["config.json", "model.safetensors"])
     assert made.recipe == digest_file(pair.folder / "recipe.yaml")
     assert made.calibration == digest_file(pair.folder / "calibration.jsonl")
-    assert (pair.folder / "recipe.yaml").read_text(encoding="utf-8") == recipe.to_yaml(
-        drafter=with_defaults(recipe.drafter)
-    )
+    kept = {"drafter": with_defaults(recipe.drafter), "output": portable(recipe.output)}
+    assert (pair.folder / "recipe.yaml").read_text(encoding="utf-8") == recipe.to_yaml(**kept)
     assert set(made.target.tokenizer_files) >= {"tokenizer.json", "tokenizer_config.json"}
     assert made.target.adapter_files == made.reports == {}
     assert made.target.fingerprint.restored() == make_target().fingerprint()
@@ -52,6 +52,23 @@ def test_pair_json_says_what_the_pair_is(make_pair, make_target, recipe, today):
     assert (made.measurements.headline, made.measurements.suites, made.measurements.conditions) == ([], {}, {})
     assert made.checksum == made.computed_checksum()
     assert verify(pair.folder) == []
+
+
+def test_its_recipe_names_no_more_folders_of_this_machine_than_a_refresh_reads(
+    make_pair, recipe, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    inside, outside = (tmp_path / place for place in ("work/data/mine.jsonl", "elsewhere/theirs.jsonl"))
+    data = recipe.data.model_copy(update={"prompts": [str(inside), str(outside)], "responses": "/home/me/answers"})
+    training = {**recipe.training, "logging_dir": "/home/me/logs"}
+    changed = recipe.model_copy(update={"output": "/home/me/runs/7", "data": data, "training": training})
+    kept = make_pair("ngram", recipe=changed).recipe()
+    assert (kept.output, kept.data.responses, kept.training["logging_dir"]) == ("7", "answers", "logs")
+    assert kept.data.prompts == ["data/mine.jsonl", str(outside)]
+    assert f"the pair's recipe names {outside}" in caplog.text
+    assert str(inside) not in caplog.text
 
 
 def test_the_pair_is_all_that_is_left_beside_it(make_pair, tmp_path):

@@ -28,13 +28,13 @@ ROOMS = {
     "distill": 5230,
     "costs": 1200,
     "eval": 4780,
-    "train": 4630,
+    "train": 4640,
     "pair": 3426,
     "serving": 2440,
     "scripts": 4220,
     LAB: 9000,
 }
-OTHERS = {"tests": 54_085, "benchmarks": 4000}
+OTHERS = {"tests": 54_095, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

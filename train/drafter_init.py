@@ -5,6 +5,7 @@ Where a drafter can be new in several ways, `init` may also be a word of its con
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from .arguments import packing_of
 # agree with the saved drafter; where its first weights once came from no longer matters.
 FREE = {"loss", "feature_loss", "noise", "steps", "decay", "weighting", "depths"}
 _PAST = {"path", "prune", "init_from_target"}
+_log = logging.getLogger(__name__)
 
 
 def check_drafter(values: dict[str, Any]) -> type[Drafter]:
@@ -161,6 +163,10 @@ def _apply(drafter: Drafter, given: dict[str, Any], target: Target) -> None:
     for name in (name for name in given if name not in _PAST):
         ours, theirs = getattr(wanted, name), getattr(drafter.config, name)
         if name in FREE:
+            if ours != theirs:
+                _log.info(
+                    "drafter.%s: the drafter in drafter.init learned with %s, and goes on with %s", name, theirs, ours
+                )
             setattr(drafter.config, name, ours)
             continue
         if name == "model":  # a draft model is saved as a plain checkpoint: its sizes are in that config

@@ -48,13 +48,18 @@ def check_same_run(recipe: Recipe, output: Path, may_spread: bool = False) -> No
         return
     if (problem := seal_problem(output / RECIPE)) is not None:
         _log.warning("%s: %s. It is compared as it is, and written anew.", output / RECIPE, problem)
-    then, now = _deciding_settings(load_recipe(output / RECIPE)), _deciding_settings(recipe)
+    begun = load_recipe(output / RECIPE)
+    then, now = _deciding_settings(begun), _deciding_settings(recipe)
     keys = sorted((then.keys() | now.keys()) - (_SPREAD if may_spread else set()))
     if changed := [f"{k} (was {then.get(k)!r}, is {now.get(k)!r})" for k in keys if then.get(k) != now.get(k)]:
         raise BadInputError(
             f"{output} holds an unfinished or finished run of another recipe: {'; '.join(changed)}. Choose another "
             "output, or start over (--fresh)."
         )
+    for name in ("max_steps", "num_train_epochs"):
+        was, is_now = begun.training.get(name), recipe.training.get(name)
+        if was != is_now:
+            _log.info("training.%s was %s and is %s: learning rates go on as of such a length", name, was, is_now)
 
 
 def _deciding_settings(recipe: Recipe) -> dict[str, Any]:

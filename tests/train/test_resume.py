@@ -26,6 +26,7 @@ from outrider.train.__main__ import main
 from ..closeness import EXACT
 from .conftest import (
     DRAFT_MODEL,
+    EAGLE3,
     asked_in,
     halved,
     in_float64,
@@ -188,11 +189,16 @@ def test_the_rows_of_a_step_may_be_spread_in_another_way_and_stay_as_many(recipe
     assert losses(recipe()) == pytest.approx(losses(recipe("whole")), rel=EXACT)
 
 
-def test_a_run_may_be_made_longer_and_is_not_continued_with_another_recipe(recipe, target):
+def test_a_run_may_be_made_longer_and_is_not_continued_with_another_recipe(recipe, target, caplog):
+    caplog.set_level("INFO")
     train(recipe(), target)
+    assert "learning rates go on" not in caplog.text
     with pytest.raises(BadInputError, match=r"training.learning_rate \(was 0.003, is 0.001\)"):
         train(recipe(learning_rate=1e-3), target)
+    with pytest.raises(BadInputError, match=r"drafter.steps \(was \d, is 9\)"):
+        train(recipe(drafter={**EAGLE3, "steps": 9}), target)
     assert train(recipe(max_steps=15), target).steps == 15
+    assert "training.max_steps was 12 and is 15: learning rates go on as of such a length" in caplog.text
 
 
 def test_every_checkpoint_is_a_loadable_drafter_and_resuming_never_unpickles_code(recipe, target, monkeypatch):

@@ -248,13 +248,15 @@ def test_gradient_checkpointing_of_a_draft_model_gives_the_same_losses(recipe, t
     assert losses(saving) == losses(plain), "what is computed again is the same"
 
 
-def test_a_warm_start_begins_where_the_saved_drafter_was(recipe, target):
+def test_a_warm_start_begins_where_the_saved_drafter_was(recipe, target, caplog):
+    caplog.set_level("INFO")
     first = train(recipe("first", max_steps=40), target)
     changed = EAGLE3 | {"init": str(first.drafter_folder.parent), "steps": 2, "loss": "tv"}
     result = train(recipe("again", changed, learning_rate=0.0, max_steps=1), target)
     assert weights(result) == weights(first)
     assert load_drafter(result.drafter_folder).config.loss == "tv"
     assert load_drafter(result.drafter_folder).config.steps == 2
+    assert "drafter.steps: the drafter in drafter.init learned with 3, and goes on with 2" in caplog.text
 
 
 def test_a_warm_start_on_another_target_says_what_differs(recipe, target, tiny_llama, caplog):

@@ -86,7 +86,8 @@ def watch(
 
 def _events(watches: list[EngineWatch], key: str | None, every: float, seconds: float | None) -> Iterator[WatchEvent]:
     """Yield what is to be said, look after look, until the time is over."""
-    from ..serving.engine import read_counters, read_metrics
+    from ..serving.engine import read_metrics
+    from ..serving.engine_metrics import read_counters
 
     began = time.monotonic()
     while True:

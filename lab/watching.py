@@ -21,7 +21,7 @@ from ..common.locks import locked
 from ..common.safe_load import RECORD, parse_json, read_text
 from ..common.values import ForeignModel
 from ..pair import PairFiles
-from ..serving.engine import Counters, PageCounters
+from ..serving.engine_metrics import Counters, PageCounters
 from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits
 
 LEARNED = 30  # windows that a baseline is learned from, where no pair has one

@@ -31,7 +31,8 @@ from ..pair.manifest import ADAPTER, Figure, ServedFigures, ServedRecord
 from ..targets import Target
 from ..targets.fingerprint import digest_json
 from .diagnosis import PLACES, TOLERANCE, ServedResult, Suspicion, suspicions
-from .engine import Counters, Engine, EngineCompletion
+from .engine import Engine, EngineCompletion
+from .engine_metrics import Counters
 from .engine_vs_decoder import Replies, Reply, Write, compare, fault_explainer
 from .launching import LlamaLaunch, VllmLaunch, running, split_speculation
 from .reference_run import HABITS, Expectation, Trial, expect, expect_mistakes

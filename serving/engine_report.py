@@ -27,7 +27,8 @@ from ..heads import Drafter
 from ..pair.export import served_path
 from ..recipes import EngineSpec, EvalSpec
 from ..targets import Target
-from .engine import DraftCounts, Engine
+from .engine import Engine
+from .engine_metrics import DraftCounts
 from .launching import VllmLaunch, running, split_speculation
 
 

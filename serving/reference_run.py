@@ -31,7 +31,8 @@ from ..eval.suites import Suite
 from ..heads import Drafter, DraftModel, Ngram, NgramConfig
 from ..heads.lookup.ngram import NgramSession
 from ..targets import RaggedCache, RowLengths, Target
-from .engine import DraftCounts, SentText, TokenId
+from .engine import SentText, TokenId
+from .engine_metrics import DraftCounts
 
 BATCH = 16  # prompts that our decoder answers at once
 _LIMITS = replace(RECORD, num_bytes=64 * MEGABYTE)

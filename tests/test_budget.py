@@ -30,7 +30,7 @@ ROOMS = {
     "eval": 4780,
     "train": 4640,
     "pair": 3426,
-    "serving": 2440,
+    "serving": 2455,
     "scripts": 4220,
     LAB: 9000,
 }

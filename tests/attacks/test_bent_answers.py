@@ -21,7 +21,8 @@ from outrider.distill.client import Client, Form, PassingError, Question, Refuse
 from outrider.distill.client import DroppedError as Dropped
 from outrider.distill.prompt_table import Prompt
 from outrider.recipes import DataSpec
-from outrider.serving.engine import Engine, read_counters
+from outrider.serving.engine import Engine
+from outrider.serving.engine_metrics import read_counters
 
 from ..serving.hostile_server import METRICS, PAGES, Hostile, plain
 from ..serving.small_engine import MODELS, TOKENS, completion

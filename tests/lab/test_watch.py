@@ -28,7 +28,8 @@ from outrider.lab.watching import (
     save_states,
 )
 from outrider.scripts.cli import app
-from outrider.serving.engine import PageCounters, read_counters, read_metrics
+from outrider.serving.engine import read_metrics
+from outrider.serving.engine_metrics import PageCounters, read_counters
 from outrider.serving.reference_run import DraftCounts
 
 from ..serving.conftest import Server, answer

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from outrider.common import BadInputError
-from outrider.serving.engine import Counters, Engine, read_counters
+from outrider.serving.engine import Engine
+from outrider.serving.engine_metrics import Counters, read_counters
 
 PAGES = Path(__file__).parent / "pages"
 

@@ -30,7 +30,8 @@ from outrider.heads import Eagle3, Eagle3Config
 from outrider.pair import export_pair, new_pair
 from outrider.recipes import EngineSpec, EvalSpec, Recipe
 from outrider.scripts.eval_setup import EvalOptions, load_setup
-from outrider.serving.engine import DraftCounts, Engine
+from outrider.serving.engine import Engine
+from outrider.serving.engine_metrics import DraftCounts
 from outrider.serving.engine_report import EngineRacer, measure_in_engine, rounds_of
 from outrider.targets import Target, embedded_path
 

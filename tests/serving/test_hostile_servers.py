@@ -15,7 +15,8 @@ from outrider.common.values import printable_urls
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
 from outrider.serving import engine
-from outrider.serving.engine import Engine, read_counters, read_metrics
+from outrider.serving.engine import Engine, read_metrics
+from outrider.serving.engine_metrics import read_counters
 
 from .hostile_server import ANSWERS, VLLM, Answer, Hostile, plain
 from .small_engine import TOKENS

@@ -1,12 +1,15 @@
-"""What the Hub's library says when it fails, as one line for an error of ours."""
+"""The form of a Hub repository's id, and what the Hub's library says when it fails, as one line."""
 
 from __future__ import annotations
+
+import re
 
 from huggingface_hub import HfApi, get_token
 
 from .errors import first_line
 from .http_client import without_key
 
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # ORG/NAME
 HUB_ADVICE = "Check the name, the network and your access (`hf auth login`)."
 _LONGEST = 400  # letters of what the library says
 

@@ -15,6 +15,7 @@ from yaml import YAMLError
 
 from ..common import BadInputError
 from ..common.errors import first_line
+from ..common.hub import HUB_ID
 from ..formats.engines import launch
 from ..formats.support import ENGINES, SERVED, support_of
 from ..targets.model_folder import NAMES, PUBLISHED, is_local
@@ -23,8 +24,6 @@ END = "<!-- Outrider writes what stands above. What stands below is kept. -->"
 # The folders before the last name of a path that begins at the root, at home, or at a drive.
 _FOLDERS = re.compile(r"(?:^|(?<=[=\[,'\"])|(?<=, ))(?:~|[A-Za-z]:)?[/\\](?:[^,'\"\]]*[/\\])?(?=[^,'\"\]/\\])")
 _NAMED = partial(_FOLDERS.sub, "")
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_card(
@@ -100,7 +99,7 @@ class CardTarget:
     def hub_id(self) -> str | None:
         """Its Hub id; None for a folder, or what ships with Outrider."""
         path = PUBLISHED.get(self.path or "", self.path or "")
-        return path if _HUB_ID.fullmatch(path) and path not in NAMES and not is_local(path) else None
+        return path if HUB_ID.fullmatch(path) and path not in NAMES and not is_local(path) else None
 
     def sentence(self, drafter: str) -> str:
         """Return what a drafter of this type is for."""

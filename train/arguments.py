@@ -19,6 +19,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..common import BadInputError, refuse_unknown_keys
 from ..common.errors import reason
+from ..common.hub import HUB_ID
 from ..common.values import accepts, checked_value
 from ..recipes.schema import Recipe
 from . import muon
@@ -133,7 +134,7 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
             "training.max_length is the length of a pack: set training.packing: true, or leave it out (rows are as "
             "long as data.max_prompt_tokens and data.max_new_tokens allow)."
         )
-    if checked.get("push_to_hub") and not re.fullmatch(r"[\w.-]+/[\w.-]+", checked.get("hub_model_id") or ""):
+    if checked.get("push_to_hub") and not HUB_ID.fullmatch(checked.get("hub_model_id") or ""):
         raise BadInputError(
             f"training.hub_model_id: expected ORG/NAME, where training.push_to_hub pushes to, found "
             f"{checked.get('hub_model_id')!r}."

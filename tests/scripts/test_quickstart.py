@@ -135,18 +135,38 @@ def test_what_is_measured_on_smollm2_is_not_learned(tmp_path: Path) -> None:
     assert (len(rows), len(asked), asked & {*rows}) == (1956, 48, set())
 
 
+def prepared(budget: QuickstartBudget) -> QuickstartBudget:
+    """Return the budget with answers that ship: written for the stand-in, four of whose questions are measured."""
+    here = outrider.recipes._HERE / "smollm2"
+    here.mkdir()
+    messages = [[{"role": r, "content": f"{r} {i}: def f_{i}():"} for r in ("user", "assistant")] for i in range(12)]
+    (here / "answers.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in messages))
+    (here / "questions.jsonl").write_text(
+        "".join(json.dumps({"turns": [m[0]["content"]]}) + "\n" for m in messages[:4])
+    )
+    recipe = yaml.safe_load((here.parent / "embedded-eagle1.yaml").read_text())
+    recipe["data"] |= {"answers": "given", "max_new_tokens": 16}
+    (here.parent / "given.yaml").write_text(yaml.safe_dump(recipe))
+    suites = (str(here / "questions.jsonl"),)
+    return replace(budget, recipe="given", given=True, prepared="smollm2-pair", suites=suites, grown=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("embedded")
+def test_the_story_runs_on_given_answers(tmp_path: Path) -> None:
+    """A refresh's are the changed target's own."""
+    _, text = told(tmp_path / "story", prepared(TINY))
+    assert "prepared, as they ship with Outrider: 8 responses" in " ".join(text.split())
+    refreshed = Pair.load(tmp_path / "story" / "refreshed" / "pair").recipe()
+    assert (refreshed.data.answers, refreshed.data.max_new_tokens) == ("target", 8)
+
+
 @pytest.mark.usefixtures("embedded")
 def test_what_was_prepared_is_taken_and_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers that ship with a recipe, and the head of a pair that a package registers."""
-    here = outrider.recipes._HERE / "smollm2"
-    here.mkdir()
-    messages = [[{"role": r, "content": f"{i}{r}"} for r in ("user", "assistant")] for i in range(12)]
-    (here / "answers.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in messages))
-    (here / "questions.jsonl").write_text("".join(json.dumps({"turns": [f"{i}user"]}) + "\n" for i in range(4)))
-    budget = replace(TINY, given=True, prepared="smollm2-pair", suites=(str(here / "questions.jsonl"),))
+    budget = prepared(TINY)
     place = quickstart.Workplace(tmp_path / "story", Console(file=io.StringIO()), budget)
     place.sizes = QuickstartSizes("float32", False, 8, 6, 1.0, {})
-    place.asked.data.answers = place.recipe.data.answers = "given"
     place.out.mkdir()
     quickstart.write_unmeasured(place.out / "answers.jsonl")
     assert quickstart.distil(place).startswith("prepared, as they ship with Outrider: 8 responses")

@@ -92,10 +92,11 @@ def evaluate(
 
     Beside the drafter stand n-gram drafting and plain decoding.
     """
-    if not (Path(name).expanduser() / "pair.json").is_file():
-        recipe_of(name, changes)  # refused at once
+    is_pair = (Path(name).expanduser() / "pair.json").is_file()
+    recipe = None if is_pair else recipe_of(name, changes)  # refused at once
     from ..common.locks import locked
     from ..eval.reports.render import print_report, write_report
+    from ..eval.reports.trackers import track_report
     from .eval_setup import EvalOptions, load_setup
     from .json_schemas import report_fields
 
@@ -119,6 +120,8 @@ def evaluate(
     with locked(folder):
         report = setup.measure(console)
         write_report(report, folder)
+    if recipe is not None:  # a pair's may be a stranger's, and sends nothing
+        track_report(recipe, folder)
     print_report(report, console)
     console.print(f"report: [bold]{escape(str(folder))}[/bold]")
     finish(as_json, "eval", report_fields(report, folder))

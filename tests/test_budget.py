@@ -27,14 +27,14 @@ ROOMS = {
     "recipes": 790,
     "distill": 5230,
     "costs": 1200,
-    "eval": 4780,
+    "eval": 4830,
     "train": 4640,
     "pair": 3426,
     "serving": 2455,
-    "scripts": 4220,
+    "scripts": 4225,
     LAB: 9000,
 }
-OTHERS = {"tests": 54_095, "benchmarks": 4000}
+OTHERS = {"tests": 54_200, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

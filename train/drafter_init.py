@@ -29,7 +29,7 @@ from .arguments import packing_of
 # Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must
 # agree with the saved drafter; where its first weights once came from no longer matters.
 FREE = {"loss", "feature_loss", "noise", "steps", "decay", "weighting", "depths"}
-_PAST = {"path", "prune", "init_from_target"}
+_PAST = {"path", "prune", "init_from_target", "tokenizer"}
 _log = logging.getLogger(__name__)
 
 

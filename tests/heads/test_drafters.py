@@ -80,6 +80,17 @@ def cascade(drafter: Callable[..., Any], statistical: Callable[[], Drafter], **s
     return make
 
 
+def tli(target: Target, llama: Callable) -> Drafter:
+    """A model of 50 tokens that shares 40 of the target's, and reads the others as one to three of its own."""
+    from outrider.lab.tli import Tli, VocabularyMap  # the lab may be missing
+
+    counts = torch.tensor([2, 3] * 10 + [1] * 44)
+    both, own = torch.arange(24, 64), torch.arange(10, 50)
+    return Tli(
+        llama(layers=2, vocab=50, seed=1), VocabularyMap(both, own, torch.cat([torch.arange(54) % 50, own]), counts)
+    )
+
+
 ALL_MAKERS: dict[str, Maker] = {
     "cascade": cascade(lambda _, llama: model(llama), Ngram),
     "cascade deeper": cascade(lambda _, llama: model(llama), Suffix, model_depth=2),
@@ -117,6 +128,7 @@ ALL_MAKERS: dict[str, Maker] = {
     "self_speculative pruned": built("self_speculative", share_lm_head=False, num_blocks=2, **PRUNED),
     "suffix": built("suffix", max_match=3, tree_depth=5),
     "suffix tree": built("suffix", width=2),
+    "tli": tli,
     "uno": built("uno", steps=5, rank=4, alpha=4.0),
     "fusion": lambda target, llama: Fusion(Suffix(), model(llama)),
     "fusion eagle3": lambda target, llama: Fusion(Ngram(), built("eagle3")(target, llama)),
@@ -191,7 +203,7 @@ def proposals(drafter: Drafter, target: Target) -> list[list[int]]:
 
 def first_predicted(name: str) -> int:
     """Return the place of the first token that a drafter learns: x_1, or after the first pair (f, x) x_2."""
-    return 1 if name.split()[0] in ("draft_model", "pard", "self_speculative", "uno") else 2
+    return 1 if name.split()[0] in ("draft_model", "pard", "self_speculative", "tli", "uno") else 2
 
 
 def test_the_table_covers_the_registry():

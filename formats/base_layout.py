@@ -162,6 +162,7 @@ class ExportLayout(ABC, Generic[D, C]):
         counts_outputs: its taps are outputs of layers: output i is HF `hidden_states[i + 1]`.
         first_tap: the lowest number of a tap.
         served_as: the type of drafters whose method engines name for it; "" for its own.
+        launch_settings: what vLLM's configuration of drafting says of it beside its method.
         precisions: that its matrices can be written in, beside their own.
     """
 
@@ -173,6 +174,7 @@ class ExportLayout(ABC, Generic[D, C]):
     counts_outputs: ClassVar[bool] = False
     first_tap: ClassVar[int] = 0
     served_as: str = ""
+    launch_settings: ClassVar[Mapping[str, Any]] = {}
     precisions: ClassVar[tuple[str, ...]] = ()
 
     def lacks(self, config: C, num_layers: int) -> list[Unsupported]:

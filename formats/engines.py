@@ -166,12 +166,13 @@ def launch(
     Raises IncompatibleError where the engine has no synthetic mode.
     """
     to = _OTHER_NAMES.get(to, to)
+    more: Mapping[str, Any] = {}
     if layout := LAYOUTS.get(to, {}).get(drafter):
-        drafter = layout.served_as or drafter
+        drafter, more = layout.served_as or drafter, layout.launch_settings
     if rates and to not in ("vllm", "gguf"):
         raise IncompatibleError(f"{to} cannot be told how many drafts to keep; vllm and llama.cpp can.")
     if to == "vllm":
-        return _vllm(drafter, target, folder, depth, dtype, rates)
+        return _vllm(drafter, target, folder, depth, dtype, rates, more)
     if to == "sglang":
         return _sglang(drafter, target, folder, depth, dtype)
     if drafter == "self_speculative":
@@ -203,7 +204,15 @@ def lora_words(adapter: Mapping[str, Any]) -> list[str]:
     return ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", json.dumps(module)]
 
 
-def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str, rates: Sequence[float]) -> EngineLaunch:
+def _vllm(
+    drafter: str,
+    target: str,
+    folder: str,
+    depth: int,
+    dtype: str,
+    rates: Sequence[float],
+    more: Mapping[str, Any],
+) -> EngineLaunch:
     method = "eagle" if drafter == "eagle1" else drafter
     settings: dict[str, Any] = {"method": method, "model": folder, "num_speculative_tokens": depth}
     if drafter == "mtp":  # the drafter is a part of the target's checkpoint
@@ -211,6 +220,7 @@ def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str, rates:
     if drafter != "medusa":  # whose drafts are always the most probable tokens
         # Without this the drafts above temperature 0 are greedy, and a third of what drafting gains is lost.
         settings["draft_sample_method"] = "probabilistic"
+    settings |= more
     if rates:
         settings |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
     words = ["vllm", "serve", target, "--dtype", dtype, "--speculative-config", json.dumps(settings)]

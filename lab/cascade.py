@@ -157,7 +157,7 @@ class CascadeSession(NodeSession):
 
 def reads_chains(model: Drafter) -> bool:
     """Return whether a model can read guessed tokens in one pass: its next token depends on tokens alone."""
-    return isinstance(model, DraftModel) and model.abilities.reads_nodes
+    return type(model) is DraftModel and model.abilities.reads_nodes
 
 
 class ChainReader:

@@ -46,7 +46,7 @@ def grow_drafter(
     """
     if not list(drafter.parameters()):
         return drafter
-    if isinstance(drafter, DraftModel):
+    if isinstance(drafter, DraftModel) and drafter.name != "tli":  # whose vocabulary is its own
         return type(drafter)(grow(drafter.model, like or grown.config), drafter.config)
     if not isinstance(drafter, HeadDrafter) or drafter.name not in _KINDS:
         raise IncompatibleError(f"{drafter.name}: no drafter of this type can be grown (only {', '.join(_KINDS)}).")

@@ -219,7 +219,8 @@ class Tli(DraftModel):
                 f"{cls.name}: name the draft model's tokenizer (drafter.tokenizer), or a model that has one "
                 "(drafter.path)."
             )
-        own = load_tokenizer(model_folder(place, weights=False))
+        folder = Path(place).expanduser()
+        own = load_tokenizer(folder if folder.is_dir() else model_folder(place, weights=False))
         if own is None:
             raise BadInputError(f"{cls.name}: no tokenizer at {place!r}; name the one that the draft model reads.")
         model = _model(config, own, target)

@@ -20,7 +20,7 @@ from ..common.progress import Advance, progress
 from ..common.safe_load import read_json
 from ..common.server_process import python_of
 from ..eval.suites import load_suites
-from ..formats import launch, oldest_version
+from ..formats import LAYOUTS, launch, oldest_version
 from ..formats.draft_models import FILE, write_gguf
 from ..formats.early_exit import save_target
 from ..heads import Ngram
@@ -40,6 +40,7 @@ from .server_checks import Oldest, check_server
 
 # Drafters whose proposals engines never draw: above temperature 0 ours are their most probable drafts, too.
 NEVER_DRAWN = ("medusa", "ngram")
+_SAMPLES = "draft_sample_method"
 Launch = VllmLaunch | LlamaLaunch
 
 
@@ -112,7 +113,8 @@ class ServedSession:
         suites = load_suites(names, target.require_tokenizer(), self.trial.limit, template)
         made = expect(target, drafter, suites, self.trial, self.console)
         made = made.model_copy(update=_asked(self.pair, self.trial, names))
-        never_drawn = (*NEVER_DRAWN, *HABITS[self.trial.habits].picked)
+        never_drawn = [*NEVER_DRAWN, *HABITS[self.trial.habits].picked]
+        never_drawn += [kind for kind, one in LAYOUTS["vllm"].items() if one.launch_settings.get(_SAMPLES) == "greedy"]
         return made.never_drawn() if drafter.name in never_drawn else made
 
     @property

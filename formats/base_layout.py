@@ -174,7 +174,7 @@ class ExportLayout(ABC, Generic[D, C]):
     counts_outputs: ClassVar[bool] = False
     first_tap: ClassVar[int] = 0
     served_as: str = ""
-    launch_settings: ClassVar[Mapping[str, Any]] = {}
+    launch_settings: ClassVar[Fields] = {}
     precisions: ClassVar[tuple[str, ...]] = ()
 
     def lacks(self, config: C, num_layers: int) -> list[Unsupported]:

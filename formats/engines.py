@@ -16,7 +16,7 @@ from ..common import BadInputError, IncompatibleError
 from ..common.errors import did_you_mean
 from ..common.plugins import plugins
 from ..heads import DrafterConfig, head_class
-from .base_layout import ExportLayout
+from .base_layout import ExportLayout, Fields
 from .blocks import DFLASH, DFLASH2, DSPARK, SpeculatorsBlocks
 from .draft_models import FILE as GGUF_FILE
 from .draft_models import Gguf, Plain
@@ -166,7 +166,7 @@ def launch(
     Raises IncompatibleError where the engine has no synthetic mode.
     """
     to = _OTHER_NAMES.get(to, to)
-    more: Mapping[str, Any] = {}
+    more: Fields = {}
     if layout := LAYOUTS.get(to, {}).get(drafter):
         drafter, more = layout.served_as or drafter, layout.launch_settings
     if rates and to not in ("vllm", "gguf"):
@@ -211,7 +211,7 @@ def _vllm(
     depth: int,
     dtype: str,
     rates: Sequence[float],
-    more: Mapping[str, Any],
+    more: Fields,
 ) -> EngineLaunch:
     method = "eagle" if drafter == "eagle1" else drafter
     settings: dict[str, Any] = {"method": method, "model": folder, "num_speculative_tokens": depth}

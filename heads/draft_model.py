@@ -301,8 +301,12 @@ def _check_tokenizer(path: str, target: Target) -> None:
     if target.tokenizer is None:
         return
     own = load_tokenizer(model_folder(path, weights=False))
-    if own is not None:
+    if own is None:
+        return
+    try:
         require_same_vocabulary(own, target.tokenizer, f"the draft model in {path!r}")
+    except IncompatibleError as error:
+        raise IncompatibleError(f"{error} With a tokenizer of its own it drafts as drafter.type: tli.") from error
 
 
 def _cut(model: Any, target: Target) -> Any:

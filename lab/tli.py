@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common import BadInputError, IncompatibleError
 from ..common.atomic import replacing
+from ..formats.base_layout import Fields
 from ..heads.base import DrafterLoss, TargetBatch, teacher_forced_loss
 from ..heads.draft_model import DraftModel, DraftModelConfig, DraftModelSession
 from ..heads.session import Abilities, joined
@@ -234,7 +235,7 @@ class Tli(DraftModel):
         return drafter
 
     @classmethod
-    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
+    def from_folder(cls, folder: Path, values: Fields, target: Target | None) -> Self:
         found = values.get(_SETTINGS)
         if not isinstance(found, dict) or found.get("schema_version") != _SCHEMA:
             raise BadInputError(
@@ -260,11 +261,11 @@ class Tli(DraftModel):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(path))
 
-    def _stamp(self) -> dict[str, Any]:
+    def _stamp(self) -> Fields:
         names = ("pieces", "own_vocabulary", "target_vocabulary", "covers")
         return {"schema_version": _SCHEMA, **{name: getattr(self.config, name) for name in names}}
 
-    def identity_settings(self) -> dict[str, Any]:
+    def identity_settings(self) -> Fields:
         values = super().identity_settings() | {_SETTINGS: self._stamp() | {"covers": None}}
         return {key: value for key, value in values.items() if key != "drafter_type"}
 

@@ -22,19 +22,19 @@ ROOMS = {
     "common": 3310,
     "targets": 7250,
     "heads": 7640,
-    "formats": 4380,
+    "formats": 4390,
     "decode": 4010,
     "recipes": 790,
     "distill": 5230,
     "costs": 1200,
-    "eval": 4830,
-    "train": 4640,
-    "pair": 3426,
-    "serving": 2455,
-    "scripts": 4225,
+    "eval": 4780,
+    "train": 4630,
+    "pair": 3410,
+    "serving": 2440,
+    "scripts": 3980,
     LAB: 9000,
 }
-OTHERS = {"tests": 54_200, "benchmarks": 4000}
+OTHERS = {"tests": 54_280, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

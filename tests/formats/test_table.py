@@ -55,6 +55,7 @@ UNUSUAL = {
     ],
     "dspark": [{"draft_vocab_size": 100}, {"markov_head": "gated"}, {"markov_rank": 0}, {"from_anchor": False}],
     "draft_model": [],
+    "tli": [{"pieces": 0}, {"pieces": 4}],
     "uno": [{"mask_token_id": 1}],
 }
 PLAIN = {"eagle3": {"taps": [1, 3, 5]}, "self_speculative": {"num_blocks": 0}}

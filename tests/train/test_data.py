@@ -177,6 +177,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "pard": {"type": "pard", "model": {"num_hidden_layers": 1}, "steps": 4, "mask_token_id": 319},
     "peagle": {"type": "peagle", "steps": 4, "mask_token_id": 319},
     "self_speculative": {"type": "self_speculative", "exit_layer": 2},
+    "tli": {"type": "tli", "tokenizer": "embedded", "model": {"num_hidden_layers": 1}},
     "uno": {"type": "uno", "steps": 4, "loss": "forward_kl"},
 }
 KINDS = installed(KINDS)

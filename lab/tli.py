@@ -299,10 +299,15 @@ class Tli(DraftModel):
             self._compare_bytes(target.tokenizer)
 
     def _require_sound(self, what: str) -> None:
-        """Refuse a map or a tokenizer that does not fit the model."""
+        """Refuse a map or a tokenizer that does not fit the model or its settings."""
         if faults := self.vocabulary.faults(self.runner.vocab_size):
             raise IncompatibleError(
                 f"{what}: its tokenizer and its {self.runner.vocab_size:,} outputs do not fit: {faults[0]}."
+            )
+        if self.vocabulary.longest > max(self.config.pieces, 1):
+            raise IncompatibleError(
+                f"{what}: its map reads a token as {self.vocabulary.longest} pieces, its setting says at most "
+                f"{self.config.pieces}. Copy the folder again, or train anew."
             )
         made_with = self.config.own_vocabulary
         if self.tokenizer is not None and made_with not in ("", found := _digest(self.tokenizer)):

@@ -32,6 +32,7 @@ from ..heads.session import Abilities, joined
 from ..targets import RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer
 from ..targets.fingerprint import digest_json
 from ..targets.fused_layers import LlamaRunner, runs
+from ..targets.loading import target_path
 from ..targets.model_folder import model_folder
 from ..targets.weights import stored_tensors
 from .transplant import token_bytes, token_pieces
@@ -220,7 +221,7 @@ class Tli(DraftModel):
                 f"{cls.name}: name the draft model's tokenizer (drafter.tokenizer), or a model that has one "
                 "(drafter.path)."
             )
-        folder = Path(place).expanduser()
+        folder = Path(target_path(place)).expanduser()
         own = load_tokenizer(folder if folder.is_dir() else model_folder(place, weights=False))
         if own is None:
             raise BadInputError(f"{cls.name}: no tokenizer at {place!r}; name the one that the draft model reads.")
@@ -295,7 +296,7 @@ class Tli(DraftModel):
                 f"this {self.name} drafter's map is of a target's vocabulary with the digest {made_for[:12]}, this "
                 f"target's is {found[:12]}: their ids mean other tokens. Train one for this target."
             )
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and not self.vocabulary.target_ids.is_meta:  # where only sizes are planned
             self._compare_bytes(target.tokenizer)
 
     def _require_sound(self, what: str) -> None:

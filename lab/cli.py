@@ -11,6 +11,7 @@ from ..scripts.verb_group import VerbGroup
 from .capacity import capacity
 from .gate_verb import gate
 from .grow_verb import grow
+from .learn_verb import learn
 from .replay_verb import replay
 from .report_verb import report
 from .search_verb import search
@@ -31,13 +32,16 @@ outrider lab search embedded-eagle3 embedded-eagle1 --candidates 36 --budget 180
 outrider lab gate runs/v2/pair --against runs/pair-v1
 outrider lab grow embedded --like 0.4b --out runs/grown
 outrider lab grow path/to/target --like 8b --out runs/grown --drafter path/to/drafter num_hidden_layers=8
+outrider lab learn learn.yaml
+outrider lab learn learn.yaml --now
+outrider lab learn learn.yaml --canary --json
 outrider lab transplant path/to/draft-model path/to/target --out runs/draft-model
 outrider lab watch http://127.0.0.1:8000 --pair runs/pair-v1 --json
 outrider lab watch http://127.0.0.1:8000 --once --state watch.json
 """
 
 lab_app = typer.Typer(no_args_is_help=True, help="Young or rare tools, and tools for authors of drafters.")
-for _verb in (capacity, gate, grow, replay, report, search, transplant, vocab, watch):
+for _verb in (capacity, gate, grow, learn, replay, report, search, transplant, vocab, watch):
     lab_app.command()(_verb)
 
 
@@ -47,4 +51,4 @@ def _bodies() -> dict[str, Any]:
     return BODIES
 
 
-VERBS = VerbGroup(lab_app, examples_by_verb(_EXAMPLES, ("lab",)), _bodies, speaking=("watch",))
+VERBS = VerbGroup(lab_app, examples_by_verb(_EXAMPLES, ("lab",)), _bodies, speaking=("learn", "watch"))

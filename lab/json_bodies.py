@@ -8,6 +8,7 @@ from typing import Any
 from ..pair.manifest import Figure
 from ..scripts.json_schemas import REPORT
 from .claims import Contradiction
+from .learning import Event
 from .load_simulation import Capacity
 from .replay import Replayed
 from .vocabulary_pruning import VocabularyReport
@@ -31,6 +32,7 @@ BODIES: dict[str, Any] = {
     "replay": Replayed,
     "search": REPORT,
     "watch": WatchEvent,
+    "learn": Event,
     "report-check": {"files": dict[str, list[Contradiction]]},
     "report-forms": {"files": dict[str, str], "conventions": str},
     "report-trend": {"folder": str, "versions": list[TrendVersion]},

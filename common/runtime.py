@@ -45,7 +45,7 @@ class Extra:
 
 # By its name for pip: pip install 'outrider[NAME]'.
 EXTRAS = {
-    "serving": Extra("served, watch and data.servers (real engines)", ("openai", "httpx", "prometheus_client")),
+    "serving": Extra("served, watch and data.servers (real engines)", ("openai", "httpx", "prometheus_client", "h11")),
     "wandb": Extra("wandb (training.report_to: wandb, --registry wandb://…)", ("wandb",)),
     "tensorboard": Extra("tensorboard (training.report_to: tensorboard)", ("tensorboard",)),
     "trackio": Extra("trackio (training.report_to: trackio)", ("trackio", "pandas")),

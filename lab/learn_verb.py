@@ -159,46 +159,40 @@ async def serve(learning: Learning, config: Path) -> None:
     """Pass requests through until a signal asks to stop, and learn while there are none."""
     from .pass_through import PassThrough, Routing
 
-    host, port = learning.config.address()
-    service = Service(learning)
+    service, address = Service(learning), learning.config.address()
     routing = Routing(lambda: learning.state.serving, service.draw, service.over)
-    passing, stopped = PassThrough(learning.config.servers, routing), asyncio.get_running_loop().create_future()
+    passing, stopped = PassThrough(learning.config.servers, routing), list[int]()
     for number in STOPPING:
-        asyncio.get_running_loop().add_signal_handler(number, lambda n=number: stopped.done() or stopped.set_result(n))
-    listening = await passing.listen(host, port)
-    console_for(False).print(
-        f"listening at {listening.sockets[0].getsockname()}, serving version {learning.state.version}"
-    )
+        asyncio.get_running_loop().add_signal_handler(number, stopped.append, number)
+    listening = await passing.listen(*address)
+    port = listening.sockets[0].getsockname()[1]
+    _log.warning("listening at %s:%d; version %d is in service", address[0], port, learning.state.version)
     idle = asyncio.create_task(learn_when_idle(service, passing, config))
-    try:
-        number = await stopped
-    finally:
-        idle.cancel()
-        await passing.end(listening, _END)
-        service.worker.shutdown()
-    raise StoppedError("what was kept stays", number)
+    while not stopped:
+        await asyncio.sleep(_LOOK)
+        await asyncio.to_thread(learning.catch_up)
+    idle.cancel()
+    await passing.end(listening, _END)
+    service.worker.shutdown()
+    raise StoppedError("every request was answered; what was kept stays.", stopped[0])
 
 
 async def learn_when_idle(service: Service, passing: PassThrough, config: Path) -> None:
-    """Follow the journal, and make the next version in a process that stands still while there are requests."""
-    learning, child, tried = service.learning, None, time.time()
-    while True:
+    """Make the next version in a process that stands still while there are requests, once there are enough new rows."""
+    learning, idle = service.learning, service.learning.config.idle
+    child: psutil.Popen | None = None
+    tried = 0.0
+    while idle is not None:
         await asyncio.sleep(_LOOK)
-        await asyncio.to_thread(learning.catch_up)
-        idle = learning.config.idle
-        if idle is None:
-            continue
         is_idle = not passing.busy and time.monotonic() - service.latest > idle
-        if child is not None and child.poll() is not None:
-            child = None
-        elif child is not None:
+        if child is not None and child.poll() is None:
             (child.resume if is_idle else child.suspend)()
-        elif is_idle and learning.state.canary is None and learning.state.last != "compared":
-            if (
-                not learning.state.open
-                and sum(row.time > tried for row in learning.traffic.read()) < learning.config.fewest
-            ):
-                continue
+            continue
+        is_over = learning.state.canary is None and learning.state.last != "compared"
+        if not is_idle or not is_over:
+            continue
+        new = sum(row.time > tried for row in await asyncio.to_thread(lambda: list(learning.traffic.read())))
+        if new >= learning.config.fewest or (learning.state.open and not tried):
             tried = time.time()
             words = [sys.executable, "-m", "outrider.scripts.cli", "lab", "learn", str(config), "--now"]
             child = psutil.Popen(words, preexec_fn=ending_with_parent(), stdin=DEVNULL)

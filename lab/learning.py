@@ -376,9 +376,11 @@ class Learning:
         decoder, found = Decoder(target, pair.drafter_for(target)), list[Decoded]()
         for start in range(0, len(prompts), _BATCH):
             batch = prompts[start : start + _BATCH]
-            output = decoder.generate([list(p.tokens) for p in batch], self.config.max_new_tokens, plan=pair.plan)
+            output = decoder.generate([list(one.tokens) for one in batch], self.config.max_new_tokens, plan=pair.plan)
             answers = zip(batch, output.tokens, output.rounds, strict=True)
-            found += [Decoded(p.id, text, max(len(text) - 1, 0), len(rounds)) for p, text, rounds in answers]
+            for prompt, text, rounds in answers:
+                digest = prompt.id.rpartition("/")[2]  # ids begin with the file's name
+                found.append(Decoded(digest, text, max(len(text) - 1, 0), len(rounds)))
         return found
 
     def conclude(self, verdict: Verdict, why: str, **figures: object) -> Event:

@@ -21,7 +21,7 @@ from ..common.safe_load import MEGABYTE
 try:
     import h11
 except ImportError:  # it comes with the extra `serving`
-    h11 = None
+    h11 = None  # type: ignore[assignment]
 
 _PIECE = 65_536  # bytes that are read at once
 _LONGEST = 64 * MEGABYTE  # of a request's body

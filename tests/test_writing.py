@@ -25,6 +25,7 @@ ALLOWED = {
     "pair/registry/folder.py",  # publishes by links, with names of `common`, which its sweep knows
     "train/optimizer_state.py",  # into a checkpoint, which counts only when its list is sealed
     "distill/engine_connector.py",  # runs in an engine, without `common`: a part beside its place, then a rename
+    "lab/traffic.py",  # lines that are only added, each in one call of the system
     "common/server_process.py",  # the log of an engine that it starts
 }
 

@@ -326,6 +326,7 @@ def test_traffic_makes_the_next_version_whatever_kills_it(config_file: Path, tmp
     events = list(calm.step())
     seconds = time.monotonic() - began
     assert [event.kind for event in events][:3] == ["drawn", "refreshed", "compared"]
+    assert events[0].where["other"].lost > 0, "our decoder counts rounds where no server told any"
     assert events[2].same_texts == events[2].requests == events[0].held_out
     killed, kills = config.model_copy(update={"servers": ["http://a", "http://b"]}), 0
 

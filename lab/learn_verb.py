@@ -79,7 +79,7 @@ def open_canary(learning: Learning) -> Event:
             "servers. Make one with --now, serve it at the second server, and name that under `servers`."
         )
     require_same_answers(learning)
-    return learning.add("canary", state.open)
+    return learning.add("canary", state.open, settings=learning.config.canary)
 
 
 def require_same_answers(learning: Learning) -> None:

@@ -159,7 +159,7 @@ class Event(ForeignModel, extra="forbid"):
         kind: begun · drawn (what a version learns from, and `where` rounds are lost) · refreshed · compared (both heads
             in our decoder) · canary (opened) · request (of a canary) · promoted or rolled back, and `why`.
         new: which head served a request. saved, for_it: see `Canary.figures`. same_texts: answers alike under both.
-        serving: number of the server in service from now on.
+        serving: number of the server in service from now on. settings: of a canary, which keeps to them.
     """
 
     kind: Kind
@@ -178,10 +178,11 @@ class Event(ForeignModel, extra="forbid"):
     saved: float | None = None
     for_it: float | None = None
     serving: int | None = None
+    settings: CanarySpec | None = None
     why: str | None = None
 
     def __str__(self) -> str:
-        facts = self.model_dump(exclude_none=True, exclude={"kind", "version", "time", "where", "digest"})
+        facts = self.model_dump(exclude_none=True, exclude={"kind", "version", "time", "where", "digest", "settings"})
         said = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items())
         return f"version {self.version} {self.kind}{f': {said}' if said else ''}"
 
@@ -192,7 +193,7 @@ class State:
 
     Attributes:
         begun: digest of the pair that was in service then. version: in service now, at the server `serving`.
-        open: the version in the making, 0 for none, and `last`, its last step. canary: while one is open.
+        open: the version in the making, 0 for none; `last`, its last step, and `compared`. canary: while one is open.
         drawn: when rows were last drawn. newest: version that was ever begun.
     """
 
@@ -202,10 +203,11 @@ class State:
     open: int = 0
     last: str = ""
     canary: Canary | None = None
+    compared: Event | None = None
     drawn: float = 0.0
     newest: int = 0
 
-    def take(self, event: Event, settings: CanarySpec) -> None:
+    def take(self, event: Event) -> None:
         """Go on by one line."""
         self.newest = max(self.newest, event.version)
         if event.kind == "begun":
@@ -220,7 +222,8 @@ class State:
         else:
             self.open, self.last = event.version, event.kind
             self.drawn = event.time if event.kind == "drawn" else self.drawn
-            self.canary = Canary(**settings.model_dump()) if event.kind == "canary" else None
+            self.compared = event if event.kind == "compared" else self.compared
+            self.canary = Canary(**event.settings.model_dump()) if event.settings is not None else None
 
     def _count(self, event: Event) -> None:
         if self.canary is None or event.version != self.open:
@@ -274,7 +277,7 @@ class Learning:
             if self.journal.exists():
                 events, self._read = read_models(self.journal, Event, self._read)
                 for event in events:
-                    self.state.take(event, self.config.canary)
+                    self.state.take(event)
 
     def folder_of(self, version: int) -> Path:
         return self.config.place / "versions" / str(version)
@@ -295,13 +298,16 @@ class Learning:
             state = self.state
             if state.canary is not None:
                 raise BadInputError(f"version {state.open} serves as a canary; wait until that is decided.")
+            self._forget()
             if not state.open:
                 yield self._draw(state.newest + 1)
             pair = self.pair(state.version)
             if state.last == "drawn":
                 yield self._refresh(pair, console)
             if state.last == "refreshed":
-                yield from self._compare(pair)
+                yield self._compare(pair)
+            if state.last == "compared":
+                yield from self._settle()
 
     def _draw(self, version: int) -> Event:
         """Write down what a version is to learn from, and what it is to be compared on."""
@@ -352,8 +358,8 @@ class Learning:
         made = refresh(pair, target, self.folder_of(version), changes, console, options, generate_baseline=False)
         return self.add("refreshed", version, digest=made.digest)
 
-    def _compare(self, pair: Pair) -> Iterator[Event]:
-        """Decode the rows that were held out with both heads, and decide, or leave that to a canary."""
+    def _compare(self, pair: Pair) -> Event:
+        """Decode the rows that were held out with both heads."""
         version, settings = self.state.open, self.config.canary
         new, target = self.pair(version), pair.load_target(self.config.target)
         file = self.folder_of(version) / "held-out.jsonl"
@@ -362,11 +368,18 @@ class Learning:
         for old, one in zip(before, after, strict=True):
             canary.compare(one.tokens, one.rounds, old.rounds)
         same = sum(old.text == one.text for old, one in zip(before, after, strict=True))
-        yield self.add("compared", version, same_texts=same, **canary.figures())
-        if len(self.config.servers) < 2:
-            yield self.conclude(canary.verdict or "rolled back", "compared in our decoder", **canary.figures())
-        elif canary.figures()["saved"] <= 0:
-            yield self.conclude("rolled back", "it saves no round in our decoder", **canary.figures())
+        return self.add("compared", version, same_texts=same, **canary.figures())
+
+    def _settle(self) -> Iterator[Event]:
+        """Decide by the comparison in our decoder where no second server is named; what saves nothing is no canary."""
+        compared, has_canary = self.state.compared, len(self.config.servers) > 1
+        saves = compared is not None and (compared.saved or 0) > 0
+        if compared is None or (has_canary and saves):
+            return
+        is_sure = (compared.for_it or 0) >= 1 / self.config.canary.error and not has_canary
+        why = "compared in our decoder"
+        figures = {"requests": compared.requests, "saved": compared.saved, "for_it": compared.for_it}
+        yield self.conclude("promoted" if is_sure else "rolled back", why, **figures)
 
     def _decoded(self, pair: Pair, target: Target, file: Path) -> list[Decoded]:
         """Return our decoder's answers to the rows of a file, and their rounds, at temperature 0."""
@@ -385,13 +398,18 @@ class Learning:
 
     def conclude(self, verdict: Verdict, why: str, **figures: object) -> Event:
         """Write down what became of the open version, and forget the texts that it learned from."""
-        folder = self.folder_of(self.state.open)
         event = self.add(verdict, self.state.open, why=why, **figures)
-        for name in ("rows.jsonl", "held-out.jsonl", "scored.jsonl"):
-            (folder / name).unlink(missing_ok=True)
-        for name in ("data", "data.partial", "features", "checkpoints"):
-            clear_away(folder / name)
+        self._forget()
         return event
+
+    def _forget(self) -> None:
+        """Delete the texts that versions learned from, but for those of the open one."""
+        for folder in (self.config.place / "versions").glob("[0-9]*"):
+            if folder.name != str(self.state.open):
+                for file in folder.glob("*.jsonl"):
+                    file.unlink(missing_ok=True)
+                for name in ("data", "data.partial", "features", "checkpoints"):
+                    clear_away(folder / name)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ ROOMS = {
     "common": 3310,
     "targets": 7250,
     "heads": 7640,
-    "formats": 4390,
+    "formats": 4380,
     "decode": 4010,
     "recipes": 790,
     "distill": 5230,
@@ -32,9 +32,9 @@ ROOMS = {
     "pair": 3410,
     "serving": 2440,
     "scripts": 3980,
-    LAB: 9000,
+    LAB: 9090,
 }
-OTHERS = {"tests": 54_280, "benchmarks": 4000}
+OTHERS = {"tests": 54_390, "benchmarks": 4300}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

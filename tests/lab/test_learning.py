@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from outrider.common.safe_load import Unreadable
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.lab.canary import _BETS, Canary
 from outrider.lab.learn_verb import Service, require_same_answers
-from outrider.lab.learning import Event, Learning, read_config
+from outrider.lab.learning import Event, LearnConfig, Learning, read_config
 from outrider.lab.pass_through import PassThrough, Routing
 from outrider.lab.traffic import (
     Reading,
@@ -48,6 +49,7 @@ from ..scripts.conftest import Command, failed
 
 CHAT = {"model": "m", "user": "mallory", "messages": [{"role": "user", "content": "Call +49 30 1234567 now"}]}
 SAID = {"choices": [{"message": {"role": "assistant", "content": "I do."}, "finish_reason": "stop"}]}
+SERVERS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
 SAID |= {"timings": {"predicted_n": 11, "draft_n": 12, "draft_n_accepted": 6}}
 
 
@@ -292,7 +294,13 @@ def config_file(recipe_file: Path, tmp_path: Path, target_folder: Path) -> Path:
     """Settings with a pair of a head that has learned nothing, and a log of what a target said."""
     target = Target.load(target_folder)
     torch.manual_seed(0)
-    overrides = ["eval.baselines=[]", "training.max_steps=4", "eval.limit=1", "training.save_strategy='no'"]
+    overrides = [
+        "drafter={type: eagle3, steps: 2}",
+        "eval.baselines=[]",
+        "training.max_steps=4",
+        "eval.limit=1",
+        "training.save_strategy='no'",
+    ]
     recipe = load_recipe(str(recipe_file), overrides)
     drafter = Eagle3.build(Eagle3Config(steps=2), target)
     new_pair(tmp_path / "pair", target, drafter, recipe, calibration=[])
@@ -317,41 +325,44 @@ def kinds(learning: Learning) -> list[str]:
     return [event.kind for event in read_models(learning.journal, Event)[0]]
 
 
-def test_traffic_makes_the_next_version_whatever_kills_it(config_file: Path, tmp_path: Path) -> None:
-    """Twenty kills at random points: the version that is made in the end has the weights of an undisturbed one."""
+def stepped(config: LearnConfig) -> int:
+    learning = Learning(config)
+    if "compared" not in kinds(learning):
+        list(learning.step())
+    return 0
+
+
+@pytest.mark.parametrize("most", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_traffic_makes_the_next_version_whatever_kills_it(config_file: Path, tmp_path: Path, most: int) -> None:
+    """Kills at random points: the version that is made in the end has the weights of an undisturbed one."""
     chance = random.Random(2)
     config = read_config(config_file)
-    calm = Learning(config.model_copy(update={"folder": str(tmp_path / "calm"), "servers": ["http://a", "http://b"]}))
+    calm = Learning(config.model_copy(update={"folder": str(tmp_path / "calm"), "servers": SERVERS}))
     began = time.monotonic()
     events = list(calm.step())
     seconds = time.monotonic() - began
     assert [event.kind for event in events][:3] == ["drawn", "refreshed", "compared"]
     assert events[0].where["other"].lost > 0, "our decoder counts rounds where no server told any"
     assert events[2].same_texts == events[2].requests == events[0].held_out
-    killed, kills = config.model_copy(update={"servers": ["http://a", "http://b"]}), 0
-
-    def work() -> int:
-        list(Learning(killed).step())
-        return 0
-
-    while kills < 20:
-        forked = Forked(work, tmp_path)
-        forked.process.join(chance.uniform(0.02, 0.9) * seconds)
-        if forked.poll() is None:
+    undisturbed = load_file(calm.folder_of(2) / "pair" / "drafter" / "model.safetensors")
+    kills = 0
+    for number in range(most):
+        killed = config.model_copy(update={"folder": str(tmp_path / f"killed-{number}"), "servers": SERVERS})
+        forked = None
+        while forked is None or forked.poll() != 0:
+            forked = Forked(partial(stepped, killed), tmp_path)
+            forked.process.join(chance.uniform(0.02, 0.7) * seconds if kills < most else 600)
+            kills += forked.poll() is None
             forked.send_signal(9)
-            kills += 1
-        forked.process.join()
-        if forked.poll() == 0:
+            forked.process.join()
+        learning = Learning(killed)
+        made = load_file(learning.folder_of(2) / "pair" / "drafter" / "model.safetensors")
+        assert all(torch.equal(weight, made[name]) for name, weight in undisturbed.items())
+        steps = kinds(learning)
+        assert [steps.count(kind) for kind in ("begun", "drawn", "refreshed", "compared")] == [1, 1, 1, 1]
+        if kills >= most:
             break
-    learning = Learning(killed)
-    if learning.state.last != "compared" and learning.state.open:
-        list(learning.step())
-    made, undisturbed = (one.folder_of(2) / "pair" for one in (learning, calm))
-    for name, weight in load_file(undisturbed / "drafter" / "model.safetensors").items():
-        assert torch.equal(weight, load_file(made / "drafter" / "model.safetensors")[name])
-    steps = kinds(learning)
-    assert [steps.count(kind) for kind in ("begun", "drawn", "refreshed", "compared")] == [1, 1, 1, 1]
-    print(f"{kills} kills")
+    assert kills >= most
 
 
 def test_without_a_second_server_our_decoder_decides_and_texts_are_forgotten(config_file: Path) -> None:
@@ -384,7 +395,7 @@ def opened_canary(config_file: Path, servers: list[Echo]) -> Learning:
     (folder / "held-out.jsonl").write_text(json.dumps({"id": "1", **CHAT}) + "\n")
     learning.add("compared", 2)
     require_same_answers(learning)
-    learning.add("canary", 2)
+    learning.add("canary", 2, settings=learning.config.canary)
     return learning
 
 

@@ -6,7 +6,8 @@
 Per-request statistics are real: the rounds of a head's chains follow from its own drafts at each token of the target's
 answer, and are compared with the decoder's. Bad heads are planted beside `--new`: its own drafts, lost at random
 (noise, and such as take 3% more rounds), drafts of heads for other targets, whose hidden states have their dimensions
-in another order, and stale ones, whose drafts are `--old`'s at random places. A coin gives each request to a head.
+in another order, and stale ones, whose drafts are `--old`'s: of these, up to half of the places have the new head's
+drafts. Requests are drawn anew from those of the file, and a coin gives each to a head.
 
 Rows: {"asked": token ids, "tokens": token ids of the target's answer, "name": a category}.
 """

@@ -32,9 +32,9 @@ ROOMS = {
     "pair": 3410,
     "serving": 2440,
     "scripts": 3980,
-    LAB: 9090,
+    LAB: 9110,
 }
-OTHERS = {"tests": 54_390, "benchmarks": 4300}
+OTHERS = {"tests": 54_430, "benchmarks": 4260}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -42,10 +43,11 @@ from outrider.lab.traffic import (
 )
 from outrider.pair import new_pair
 from outrider.recipes import load_recipe
+from outrider.scripts.cli import app
 from outrider.targets import Target
 
 from ..forked import Forked
-from ..scripts.conftest import Command, failed
+from ..scripts.conftest import Command, failed, wait_for
 
 CHAT = {"model": "m", "user": "mallory", "messages": [{"role": "user", "content": "Call +49 30 1234567 now"}]}
 SAID = {"choices": [{"message": {"role": "assistant", "content": "I do."}, "finish_reason": "stop"}]}
@@ -421,6 +423,40 @@ def test_a_canary_decides_in_traffic(config_file: Path, servers: list[Echo], rat
         client.post(f"{url}/v1/chat/completions", json=CHAT)
         assert len(servers[serving].sent) == before + 1, "whoever is in service answers"
     assert Learning(learning.config).state.version == (2 if kind == "promoted" else 1), "the journal says it again"
+
+
+@pytest.mark.parametrize("most", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_service_that_is_killed_goes_on(config_file: Path, tmp_path: Path, servers: list[Echo], most: int) -> None:
+    """Every answer that went out stays whole, and so does the journal; SIGTERM lets requests end."""
+    for one in servers:
+        one.answer = engine(0.5)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = "{}:{}".format(*free.getsockname())
+    learning = opened_canary(changed(config_file, listen=address), servers)
+    answered, chance = 0, random.Random(4)
+    with httpx.Client(base_url=f"http://{address}") as client:
+        for number in range(most + 1):
+            forked = Forked(partial(app, ["lab", "learn", str(config_file)]), tmp_path)
+            wait_for(lambda: listens(client), forked)
+            for _ in range(chance.randint(1, 6)):
+                request = CHAT | {"messages": [{"role": "user", "content": f"question {answered}"}]}
+                answered += client.post("/v1/chat/completions", json=request).json()["choices"] == SAID["choices"]
+            forked.send_signal(9 if number < most else 15)
+            forked.process.join()
+    assert forked.poll() == 143
+    learning.catch_up()
+    assert answered - 2 * most <= kinds(learning).count("request") <= answered
+    kept = [one.messages[0]["content"] for one in learning.traffic.read()]
+    assert len(kept) == len(set(kept))
+    assert kept[-1] == f"question {answered - 1}", "what was answered before a SIGTERM is kept"
+
+
+def listens(client: httpx.Client) -> bool:
+    try:
+        return client.get("/v1/models").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_a_server_of_another_target_is_no_canary(config_file: Path, servers: list[Echo]) -> None:

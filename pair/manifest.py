@@ -20,7 +20,7 @@ from ..common.digests import digest_json
 from ..common.safe_load import RECORD, Unreadable, parse_json, read_bytes
 from ..eval.reports.figures import Interval
 from ..eval.tuning_record import Part, SparsePart, Tuning, merged
-from ..targets.fingerprint import Fingerprint
+from ..targets.fingerprint import Fingerprint, precision_name
 
 MANIFEST = "pair.json"
 RECIPE = "recipe.yaml"
@@ -67,7 +67,7 @@ class FingerprintRecord(Part):
 class Source(SparsePart):
     """The place that the target was loaded from, for people and for `Pair.open`. No part of the identity."""
 
-    OPTIONAL = ("quantize", "gguf", "gguf_type")
+    OPTIONAL = ("quantize", "gguf", "gguf_type", "precision")
 
     path: str | None = None
     revision: str | None = None
@@ -75,6 +75,7 @@ class Source(SparsePart):
     quantize: str | None = None
     gguf: str | None = None
     gguf_type: str | None = None
+    precision: str | None = None
 
 
 class TargetRecord(SparsePart):
@@ -91,6 +92,11 @@ class TargetRecord(SparsePart):
     source: Source
     tokenizer_files: dict[InsideName, str]
     adapter_files: dict[InsideName, str] = Field(default={})
+
+    @property
+    def precision(self) -> str:
+        """The precision of the target's weights, for people."""
+        return precision_name(self.source.model_dump(), self.fingerprint.dtype)
 
     def kept_files(self) -> dict[str, str]:
         """Return the SHA-256 of the target's files that the pair keeps, by path inside the folder."""

@@ -121,7 +121,8 @@ def probe(
             was, is_now = (repr(given[name]) if name in given else "not given" for given in (own, now))
             changes.append(f"the chat template's argument {name} (was {was}, is {is_now})")
     measured = calibrate(target, drafter, prompts, baseline, pair.plan, console)
-    return _judge(pair, baseline, changes, measured, [known[m.id] for m in measured], tolerance, seed)
+    old = [known[m.id] for m in measured]
+    return _judge(pair, target.precision, baseline, changes, measured, old, tolerance, seed)
 
 
 # Numerator, denominator and offset of each figure, a ratio over prompts.
@@ -136,6 +137,7 @@ def _ratio(measures: Sequence[PromptMeasure], figure: tuple[str, str, float]) ->
 
 def _judge(
     pair: Pair,
+    precision: str,
     baseline: ProbeBaseline,
     changes: list[str],
     new: Sequence[PromptMeasure],
@@ -160,6 +162,9 @@ def _judge(
     predicted = _UNKNOWN if tau is None else predict(tau, ratio)
     result = ProbeResult(*decide(ratio, 1 - tolerance), ratio, *both(_ALPHA), *both(deciding), predicted)
     changed = f"the target changed: {', '.join(changes)}" if changes else "the target is the one this pair was made for"
+    if (made_for := pair.manifest.target.precision) != precision:
+        then, now = result.tau_baseline.text(), result.tau.text()
+        changed = f"this drafter was made for {made_for}: on {precision} τ {then} → {now}; {changed}"
     top1 = both(_TOP1) if HEADS[pair.manifest.drafter.type].trainable else None
     return replace(result, lines=[changed, *_figures(result, baseline, len(new), top1), _conclusion(result, tolerance)])
 

@@ -216,11 +216,12 @@ def print_pair(pair: PairFiles, console: Console) -> None:
     manifest = pair.manifest
     source, parent = manifest.target.source, manifest.lineage.parent
     fingerprint, plan = manifest.target.fingerprint, manifest.plan.restored()
+    precision = ", ".join(dict.fromkeys((manifest.target.precision, fingerprint.dtype)))
     rows = {
         "pair": f"{pair.name} version {pair.version}",
         "identity": f"{pair.digest[:12]}… (whole: pair show --json)",
         "target": " + ".join(filter(None, (source.path or "given in memory", source.adapter)))
-        + f" ({fingerprint.dtype}, {fingerprint.digest[:12]}…)",
+        + f" ({precision}, {fingerprint.digest[:12]}…)",
         "drafter": f"{manifest.drafter.type}, {plan}, rule {plan.verify}",
         "lineage": manifest.lineage.reason
         + (f" (parent: version {parent.version}, {parent.digest[:12]}…)" if parent else ""),

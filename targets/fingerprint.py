@@ -6,7 +6,7 @@ It needs no torch, so that a pair can be compared with its digests in a moment.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,12 @@ class Fingerprint:
         parts = ("config", "tokenizer", "chat_template", "dtype")
         changed = [name for name in parts if getattr(self, name) != getattr(other, name)]
         return changed + _changed_weights(self.tensors, other.tensors)
+
+
+def precision_name(source: Mapping[str, str | None], dtype: str) -> str:
+    """Return the precision of a target's weights: `W4A16 (compressed-tensors)`, `int8 (torchao)`, or its dtype."""
+    made = f"{source['quantize']} (torchao)" if source.get("quantize") else None
+    return made or source.get("precision") or source.get("gguf_type") or dtype
 
 
 def _changed_weights(own: dict[str, str], others: dict[str, str]) -> list[str]:

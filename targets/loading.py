@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib import resources
 from math import prod
 from pathlib import Path
@@ -46,6 +46,7 @@ from .model_folder import (
     without_questions,
 )
 from .peft_adapters import ADAPTER_CONFIG
+from .quantised_files import precision_in, quantised_files
 from .smoke_check import few_logits, require_same_logits
 from .split_attention import NAME as SPLIT_ATTENTION
 from .split_attention import register
@@ -115,7 +116,10 @@ def load_causal_lm(
     folder = folder_of(name, dtype, revision, trust_remote_code)
     if attention == SPLIT_ATTENTION:
         register()
+    files = quantised_files(folder)
     try:
+        if files is not None:
+            files.check(dict(meta_causal_lm(str(folder), dtype, None, trust_remote_code).named_parameters()))
         with without_questions():
             loaded = _auto_class(read_json(folder / MODEL_CONFIG).get("model_type")).from_pretrained(
                 folder,
@@ -125,21 +129,17 @@ def load_causal_lm(
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, where both sizes can be said
+                **({} if files is None else files.loading(trust_remote_code)),
             )
     except OutriderError:
         raise
     except Exception as error:
         raise _load_error(f"model {name!r}", error) from error
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
-    problems = [f"missing {key}" for key in info["missing_keys"]]
-    shapes = [(key, tuple(stored), tuple(wanted)) for key, stored, wanted in info["mismatched_keys"]]
-    problems += [f"{key} is {stored}, expected {wanted}" for key, stored, wanted in shapes]
     unexpected = sorted(info["unexpected_keys"])
-    problems += [f"unexpected {key}" for key in unexpected] if strict else []
-    if problems:
-        raise IncompatibleError(
-            f"the weights in {name!r} do not fit its config.json: {'; '.join(sorted(problems)[:4])}."
-        )
+    _require_fitting(name, info, unexpected if strict else [])
+    if files is not None:
+        files.require_loaded(model)
     require_true_ties(model)
     if unexpected:
         _log.warning(
@@ -151,6 +151,18 @@ def load_causal_lm(
         )
     model.name_or_path = model.config.name_or_path = name  # not where the Hub's cache keeps it
     return model
+
+
+def _require_fitting(name: str, info: Mapping[str, Any], unexpected: list[str]) -> None:
+    """Raise IncompatibleError if the library found weights missing, of another shape, or unexpected."""
+    problems = [f"missing {key}" for key in info["missing_keys"]]
+    shapes = [(key, tuple(stored), tuple(wanted)) for key, stored, wanted in info["mismatched_keys"]]
+    problems += [f"{key} is {stored}, expected {wanted}" for key, stored, wanted in shapes]
+    problems += [f"unexpected {key}" for key in unexpected]
+    if problems:
+        raise IncompatibleError(
+            f"the weights in {name!r} do not fit its config.json: {'; '.join(sorted(problems)[:4])}."
+        )
 
 
 def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool) -> Path:
@@ -216,8 +228,10 @@ def target_path(path: str) -> str:
 
 
 def source_of(path: str, revision: str | None, adapter: str | None = None) -> dict[str, str | None]:
-    """Return where a target is loaded from, for people: of one made of a GGUF with its digest and quantisation."""
-    return {"path": path, "revision": revision, "adapter": adapter} | gguf_facts(Path(target_path(path)))
+    """Return where a target is loaded from, for people: of a GGUF with its digest, and how it came quantised."""
+    name = target_path(path)
+    folder = model_folder(name, revision, weights=False)
+    return {"path": path, "revision": revision, "adapter": adapter} | gguf_facts(Path(name)) | precision_in(folder)
 
 
 def embedded_path() -> Path:
@@ -229,11 +243,8 @@ def _load_error(what: str, error: Exception) -> BadInputError:
     hint = "Check the path, or the Hub id and your access to it."
     if "safetensor" in type(error).__name__.lower():
         hint = "Its safetensors file is damaged: copy it again."
-    elif isinstance(error, ImportError):  # of the library that quantised it, as its config.json says: bitsandbytes, …
-        hint = (
-            "Install what it asks for; or take the model as it was before it was quantised, and target.quantize: int8 "
-            "(--quantize int8), which needs torchao alone."
-        )
+    elif isinstance(error, ImportError):
+        hint = "Install what it asks for."
     return BadInputError(f"the {what} cannot be loaded: {first_line(error)} {hint}")
 
 
@@ -281,7 +292,7 @@ def _auto_class(model_type: Any) -> Any:
     return AutoModelForImageTextToText if model_type in SEEING else AutoModelForCausalLM
 
 
-def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:
+def _dtype(config: PreTrainedConfig, asked: str | torch.dtype) -> torch.dtype:
     chosen = asked if asked != "auto" else getattr(config.get_text_config(), "dtype", None) or torch.float32
     dtype = getattr(torch, chosen, None) if isinstance(chosen, str) else chosen
     if not isinstance(dtype, torch.dtype):
@@ -318,20 +329,22 @@ def check_sizes(folder: Path, dtype: str | torch.dtype = "auto") -> None:
             )
 
 
-def quantise(model: PreTrainedModel, kind: str) -> None:
+def quantise(model: PreTrainedModel, kind: str, came: str | None = None) -> None:
     """Quantise the linear layers of `model` in place by torchao, all but the output embedding.
 
     It comes after an adapter was merged. A quantised target is another target: the drafter reads the hidden states of
     the quantised model, and drafts for that one.
 
     Raises:
-        BadInputError: there is no such kind, or torchao is not installed.
+        BadInputError: there is no such kind, the model came quantised (as `came`), or torchao is not installed.
         IncompatibleError: it makes logits that rounding to int8 does not explain.
     """
+    if came is not None:
+        raise BadInputError(f"quantize: expected a model that is not quantised, found {came}. Leave {kind} out.")
     if kind not in _CONFIGS:
         raise BadInputError(f"quantize: expected one of {', '.join(get_args(QuantisationKind))}, found {kind!r}.")
     try:
-        library: Any = importlib.import_module("torchao.quantization")
+        library = importlib.import_module("torchao.quantization")
     except ImportError as error:
         raise BadInputError("quantised targets need torchao: pip install 'outrider[quantised]'.") from error
     output, vocab = model.get_output_embeddings(), model.config.get_text_config().vocab_size

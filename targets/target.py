@@ -24,7 +24,7 @@ from .backbone import Backbone, at_places, by_library
 from .cache import RaggedCache
 from .cache_and_masks import CacheLayout, runtime_key
 from .cache_slots import Nodes
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, precision_name
 from .images import SEEING, ImageInputs, ImageReader, PromptImage, images_in
 from .layers import body_of, decoder_layers
 from .loading import (
@@ -65,7 +65,8 @@ class Target(Backbone):
 
     Attributes:
         source: where it was loaded from, for people: `{"path", "revision", "adapter"}`, and "quantize" if it was. From
-            the Hub, the revision is the commit; of a GGUF there are its digest ("gguf") and quantisation ("gguf_type").
+            the Hub, the revision is the commit; of a GGUF there are its digest ("gguf") and quantisation ("gguf_type"),
+            of another model that came quantised its "precision".
         sharded: whether each process holds only a part of its layers, see `targets.sharding`.
         has_layers: whether it makes passes; else they are an engine's.
     """
@@ -143,14 +144,19 @@ class Target(Backbone):
         if (shape := split_shape(path)[1]) is not None and (growth := target_growth()) is not None:
             model = growth.model(model, shape, torch.device(device))
         cast(nn.Module, model).to(device).eval().requires_grad_(False)
-        if quantize is not None:
-            quantise(model, quantize)
         source = source_of(path, revision, adapter)
+        if quantize is not None:
+            quantise(model, quantize, source.get("precision"))
         return cls(model, tokenizer, source if quantize is None else source | {"quantize": quantize})
 
     def move_to(self, device: torch.device) -> None:
         """Move the model to a device, frozen."""
         cast(nn.Module, self.model).to(device).eval().requires_grad_(False)
+
+    @property
+    def precision(self) -> str:
+        """The precision of its weights, for people."""
+        return precision_name(self.source, str(self.dtype).removeprefix("torch."))
 
     @property
     def vocab_size(self) -> int:

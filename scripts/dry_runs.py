@@ -25,17 +25,12 @@ DryRun = Annotated[
 
 @dataclass(frozen=True)
 class Intent:
-    """What a verb would do, in sentences.
-
-    Attributes:
-        reads: what it opens. writes: where its results go. spends: the work. sends: what leaves this machine, and to
-            where.
-    """
+    """What a verb would do, in sentences."""
 
     reads: list[str]
     writes: list[str]
     spends: list[str]
-    sends: list[str]
+    sends: list[str]  # away from this machine
 
     @classmethod
     def joined(cls, intents: Iterable[Intent]) -> Intent:
@@ -67,14 +62,14 @@ def of_recipe(recipe: Recipe, trains: bool = True, seconds: float | None = None)
     if trains:
         writes.append(f"checkpoints, drafter and recipe: {recipe.output_folder}")
         engine, push = recipe.target.engine, push_of(recipe.training)
-        urls = (
-            [] if engine is None or engine.url is None else [engine.url] if isinstance(engine.url, str) else engine.url
-        )
-        sends += [f"texts to the target's engine at {url}" for url in urls]
-        trackers = training_arguments(recipe).report_to or []
-        sends += [f"figures to {name}" for name in ([trackers] if isinstance(trackers, str) else trackers)]
+        sends += [f"texts to the target's engine at {url}" for url in _each(engine and engine.url)]
+        sends += [f"figures to {name}" for name in _each(training_arguments(recipe).report_to)]
         sends += [] if push is None else [f"the drafter, its recipe and a card to hf://{push.repository}"]
     return Intent(reads, writes, list(_spent(recipe, trains, seconds)), sends)
+
+
+def _each(found: str | list[str] | None) -> list[str]:
+    return [found] if isinstance(found, str) else found or []
 
 
 def _spent(recipe: Recipe, trains: bool, seconds: float | None) -> Iterator[str]:

@@ -427,8 +427,7 @@ class QuickstartBudget:
         recipe: of the heads that Outrider trains, eagle1 has the highest τ after minutes of training on two CPU cores:
             3.38 after 360 seconds, against 2.98 of eagle3 (benchmarks/results/frontier-360s-cpu.json); others have less
             (compare-cpu-fp32.json).
-        given: the recipe's answers ship with Outrider. prepared: the name of a pair whose head is taken if a package
-            has it.
+        given: the recipe's answers ship with Outrider. prepared: a pair whose head is taken if a package has it.
         grown: whether stages of other packages follow.
         tolerance: the smallest that 80 prompts decide in 4 runs of 5 if nothing fell: over 100 of them the ratio of two
             τ had a standard error of 2.3%, so over 80 one of 2.6%, and a bound at 95% needs 2.5 times that. `outrider

@@ -20,21 +20,21 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3310,
-    "targets": 7690,
+    "targets": 7250,
     "heads": 7640,
-    "formats": 4390,
+    "formats": 4380,
     "decode": 4010,
     "recipes": 790,
     "distill": 5230,
     "costs": 1200,
-    "eval": 4830,
-    "train": 4650,
-    "pair": 3440,
-    "serving": 2460,
-    "scripts": 4230,
-    LAB: 9670,
+    "eval": 4826,
+    "train": 4640,
+    "pair": 3426,
+    "serving": 2455,
+    "scripts": 4218,
+    LAB: 9000,
 }
-OTHERS = {"tests": 55_320, "benchmarks": 4260}
+OTHERS = {"tests": 54_200, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

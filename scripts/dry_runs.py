@@ -62,7 +62,7 @@ def of_recipe(recipe: Recipe, trains: bool = True, seconds: float | None = None)
     if trains:
         writes.append(f"checkpoints, drafter and recipe: {recipe.output_folder}")
         engine, push = recipe.target.engine, push_of(recipe.training)
-        sends += [f"texts to the target's engine at {url}" for url in _each(engine and engine.url)]
+        sends += [f"texts to the target's engine at {url}" for url in _each(None if engine is None else engine.url)]
         sends += [f"figures to {name}" for name in _each(training_arguments(recipe).report_to)]
         sends += [] if push is None else [f"the drafter, its recipe and a card to hf://{push.repository}"]
     return Intent(reads, writes, list(_spent(recipe, trains, seconds)), sends)

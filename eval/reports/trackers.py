@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from ...common.errors import reason
+from ...common.safe_load import read_text
 from ...recipes import Recipe
 
 _RUNS = ("wandb", "trackio")  # which are called alike
@@ -37,7 +38,7 @@ def _log_run(tracker: str, recipe: Recipe, folder: Path) -> None:
         for name in _FILES:
             artifact.add_file(str(folder / name))
         library.log_artifact(artifact)
-        library.log({"report": library.Html((folder / "report.html").read_text(encoding="utf-8"))})
+        library.log({"report": library.Html(read_text(folder / "report.html"))})
     finally:
         library.finish()
 
@@ -47,4 +48,4 @@ def _write_text(recipe: Recipe, folder: Path) -> None:
     board = importlib.import_module("torch.utils.tensorboard")
     place = os.environ.get("TENSORBOARD_LOGGING_DIR") or str(recipe.output_folder / "checkpoints" / "runs")
     with board.SummaryWriter(log_dir=str(Path(place) / "report")) as writer:
-        writer.add_text("report", (folder / "report.md").read_text(encoding="utf-8"))
+        writer.add_text("report", read_text(folder / "report.md"))

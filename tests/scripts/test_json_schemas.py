@@ -112,7 +112,9 @@ def test_what_went_wrong_is_an_answer_too(outrider: Command, tmp_path: Path) -> 
 
 def test_every_answer_is_shown_by_a_test() -> None:
     serving = Path(__file__).parents[1] / "serving"
-    beside = [Path(__file__).with_name(f"test_{name}.py") for name in ("pair_registry", "export_cli", "fetching")]
+    beside = [
+        Path(__file__).with_name(f"test_{name}.py") for name in ("pair_registry", "export_cli", "fetching", "dry_runs")
+    ]
     files = [Path(__file__), *beside, *sorted(serving.glob("test_*.py"))]
     source = "".join(file.read_text(encoding="utf-8") for file in files)
     assert [kind for kind in OWN if f'answer("{kind}"' not in source] == []

@@ -14,6 +14,7 @@ all of the target's tokens, H hidden size.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Self
@@ -25,7 +26,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common import BadInputError, IncompatibleError
 from ..common.atomic import replacing
-from ..formats.base_layout import Fields
 from ..heads.base import DrafterLoss, TargetBatch, teacher_forced_loss
 from ..heads.draft_model import DraftModel, DraftModelConfig, DraftModelSession
 from ..heads.session import Abilities, joined
@@ -236,7 +236,7 @@ class Tli(DraftModel):
         return drafter
 
     @classmethod
-    def from_folder(cls, folder: Path, values: Fields, target: Target | None) -> Self:
+    def from_folder(cls, folder: Path, values: Mapping[str, object], target: Target | None) -> Self:
         found = values.get(_SETTINGS)
         if not isinstance(found, dict) or found.get("schema_version") != _SCHEMA:
             raise BadInputError(
@@ -262,11 +262,11 @@ class Tli(DraftModel):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(path))
 
-    def _stamp(self) -> Fields:
+    def _stamp(self) -> dict[str, object]:
         names = ("pieces", "own_vocabulary", "target_vocabulary", "covers")
         return {"schema_version": _SCHEMA, **{name: getattr(self.config, name) for name in names}}
 
-    def identity_settings(self) -> Fields:
+    def identity_settings(self) -> dict[str, object]:
         values = super().identity_settings() | {_SETTINGS: self._stamp() | {"covers": None}}
         return {key: value for key, value in values.items() if key != "drafter_type"}
 

@@ -441,7 +441,7 @@ def test_a_service_that_is_killed_goes_on(config_file: Path, tmp_path: Path, ser
             wait_for(lambda: listens(client), forked)
             for _ in range(chance.randint(1, 6)):
                 request = CHAT | {"messages": [{"role": "user", "content": f"question {answered}"}]}
-                answered += client.post("/v1/chat/completions", json=request).json()["choices"] == SAID["choices"]
+                answered += b"I do." in client.post("/v1/chat/completions", json=request).content
             forked.send_signal(9 if number < most else 15)
             forked.process.join()
     assert forked.poll() == 143

@@ -47,7 +47,8 @@ from outrider.scripts.cli import app
 from outrider.targets import Target
 
 from ..forked import Forked
-from ..scripts.conftest import Command, failed, wait_for
+from ..scripts.conftest import Command, failed, succeeded, wait_for
+from ..serving.conftest import answer
 
 CHAT = {"model": "m", "user": "mallory", "messages": [{"role": "user", "content": "Call +49 30 1234567 now"}]}
 SAID = {"choices": [{"message": {"role": "assistant", "content": "I do."}, "finish_reason": "stop"}]}
@@ -367,13 +368,17 @@ def test_traffic_makes_the_next_version_whatever_kills_it(config_file: Path, tmp
     assert kills >= most
 
 
-def test_without_a_second_server_our_decoder_decides_and_texts_are_forgotten(config_file: Path) -> None:
+def test_without_a_second_server_our_decoder_decides_and_texts_are_forgotten(
+    outrider: Command, config_file: Path
+) -> None:
+    said = succeeded(outrider("lab", "learn", config_file, "--now", "--json")).stdout
+    steps = [answer("learn", line)["kind"] for line in said.splitlines()]
+    assert steps[:3] == ["drawn", "refreshed", "compared"]
+    assert steps[3] in ("promoted", "rolled back")
     learning = Learning(read_config(config_file))
-    verdict = list(learning.step())[-1]
-    assert verdict.kind in ("promoted", "rolled back")
     assert not list(learning.folder_of(2).glob("*.jsonl"))
     assert not (learning.folder_of(2) / "data").exists()
-    assert learning.state.version == (2 if verdict.kind == "promoted" else 1)
+    assert learning.state.version == (2 if steps[3] == "promoted" else 1)
     with pytest.raises(BadInputError, match="0 new rows of traffic were found, expected 8"):
         list(learning.step())
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Annotated
 
-import psutil
 import typer
 from rich.markup import escape
 
@@ -24,7 +23,6 @@ from ..common.runtime import require_extra
 from ..common.signals import STOPPING, StoppedError, ending_with_parent
 from ..scripts.options import AsJson
 from ..scripts.output import console_for, tell
-from .traffic import read_answer
 
 if TYPE_CHECKING:
     from .learning import Event, Learning
@@ -87,6 +85,7 @@ def require_same_answers(learning: Learning) -> None:
     from ..common.http_client import ModelList, ask
     from ..common.http_client import read_answer as read_json_answer
     from ..common.safe_load import parse_json, read_text
+    from .traffic import read_answer
 
     lines = read_text(learning.folder_of(learning.state.open) / "held-out.jsonl").splitlines()[:_ASKED]
     for row in (parse_json(line, "held-out.jsonl") for line in lines):
@@ -140,6 +139,8 @@ class Service:
 
     def _count(self, exchange: Exchange) -> None:
         """Count an exchange for the canary; a server that fails is rolled back at once."""
+        from .traffic import read_answer
+
         learning, state = self.learning, self.learning.state
         if exchange.new and exchange.failure:
             learning.conclude("rolled back", f"its server failed: {exchange.failure[:200]}")
@@ -179,6 +180,8 @@ async def serve(learning: Learning, config: Path) -> None:
 
 async def learn_when_idle(service: Service, passing: PassThrough, config: Path) -> None:
     """Make the next version in a process that stands still while there are requests, once there are enough new rows."""
+    import psutil
+
     learning, idle = service.learning, service.learning.config.idle
     child: psutil.Popen | None = None
     tried = 0.0

@@ -20,7 +20,7 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3310,
-    "targets": 7250,
+    "targets": 7665,
     "heads": 7640,
     "formats": 4380,
     "decode": 4010,
@@ -29,12 +29,12 @@ ROOMS = {
     "costs": 1200,
     "eval": 4780,
     "train": 4630,
-    "pair": 3410,
+    "pair": 3420,
     "serving": 2440,
     "scripts": 3980,
-    LAB: 9115,
+    LAB: 9000,
 }
-OTHERS = {"tests": 54_430, "benchmarks": 4260}
+OTHERS = {"tests": 54_210, "benchmarks": 4000}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -11,14 +11,16 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from outrider.decode import Decoder
 from outrider.eval.reports.figures import Interval
-from outrider.pair import Pair, probe
+from outrider.pair import Pair, StaleError, probe
 from outrider.pair.probing import decide, predict
 from outrider.targets import Target
 
 from ..eval.conftest import refusal
+from ..targets.quantised_models import write_quantised
 from .conftest import measured_at
 
 
@@ -164,6 +166,22 @@ def test_a_quantised_target_is_probed_and_bound(make_pair, make_target, tmp_path
     assert bound.manifest.target.precision == "int8 (torchao)"
     assert bound.manifest.target.source.quantize == "int8"
     assert bound.open()[0].fingerprint().digest == quantised.fingerprint().digest
+
+
+@pytest.mark.skipif(importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors")
+def test_a_pair_of_a_target_that_came_quantised_notices_a_changed_scale(make_pair, make_target, tmp_path):
+    target = make_target()
+    for part in (target.model, target.require_tokenizer()):
+        part.save_pretrained(tmp_path / "target")
+    folder = write_quantised("W4A16", tmp_path / "target", tmp_path / "quantised")
+    pair = make_pair("ngram", target=Target.load(folder, dtype="float32"))
+    assert pair.manifest.target.precision == "W4A16 (compressed-tensors)"
+    assert pair.open()[0].fingerprint().digest == pair.fingerprint().digest
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight_scale"] *= 1.01
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StaleError, match=r"1 of .* weights"):
+        pair.open()
 
 
 def test_a_merged_adapter_is_the_same_target(make_pair, make_target, tmp_path):

@@ -20,21 +20,21 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3310,
-    "targets": 7665,
+    "targets": 7690,
     "heads": 7640,
-    "formats": 4380,
+    "formats": 4390,
     "decode": 4010,
     "recipes": 790,
     "distill": 5230,
     "costs": 1200,
-    "eval": 4780,
-    "train": 4630,
-    "pair": 3420,
-    "serving": 2440,
-    "scripts": 3980,
-    LAB: 9000,
+    "eval": 4830,
+    "train": 4650,
+    "pair": 3440,
+    "serving": 2460,
+    "scripts": 4220,
+    LAB: 9670,
 }
-OTHERS = {"tests": 54_210, "benchmarks": 4000}
+OTHERS = {"tests": 55_350, "benchmarks": 4260}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

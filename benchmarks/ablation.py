@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.common import BadInputError
-from outrider.common.safe_load import read_json
+from outrider.common.untrusted_files import read_json
 from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.responses import distill

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from .atomic import write_atomically
 from .digest_cache import cache_file
-from .safe_load import read_text
+from .untrusted_files import read_text
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from .atomic import machine_tag, replacing, working_name
-from .safe_load import read_json
+from .untrusted_files import read_json
 
 Entries = dict[str, tuple[str, float]]  # digest and time of reading, by key
 

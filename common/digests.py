@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from . import digest_cache
 from .atomic import replacing_folder, sync, sync_tree, write_atomically
 from .errors import Refusal
-from .safe_load import Unreadable, open_regular, read_bytes, read_json
+from .untrusted_files import Unreadable, open_regular, read_bytes, read_json
 
 LIST = "SHA256SUMS"
 _SEAL_BEGIN = "# complete: "

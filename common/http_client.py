@@ -19,7 +19,7 @@ from urllib.parse import quote
 from pydantic import Field, ValidationError
 
 from .errors import BadInputError
-from .safe_load import MEGABYTE, RECORD, Unreadable, decoded, parse_json
+from .untrusted_files import MEGABYTE, RECORD, Unreadable, decoded, parse_json
 from .values import ForeignModel, printable_urls
 
 try:

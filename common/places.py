@@ -18,7 +18,7 @@ from typing import Any
 from .atomic import require_folder
 from .digests import is_sealed_text, write_json
 from .errors import BadInputError
-from .safe_load import read_json
+from .untrusted_files import read_json
 
 MARKER = ".outrider.json"
 PAIR = "pair"

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError, http_client
 from ..common.http_client import ModelList, read_answer
-from ..common.safe_load import MEGABYTE
 from ..common.terminal import visible
+from ..common.untrusted_files import MEGABYTE
 from ..common.values import printable_urls
 from ..recipes import DataSpec
 from .conversation import end_of_text, next_messages, template_answer

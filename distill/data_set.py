@@ -22,7 +22,7 @@ from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bar
 
 from ..common import BadInputError, digests
 from ..common.atomic import replacing_folder, working_name, write_atomically
-from ..common.safe_load import read_json, read_text
+from ..common.untrusted_files import read_json, read_text
 from ..targets import Target
 from ..targets.images import PromptImage, StoredImages
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..common import BadInputError
 from ..common.digests import canonical_json
-from ..common.safe_load import Unreadable, parse_json
+from ..common.untrusted_files import Unreadable, parse_json
 from ..targets.images import ImageSource, check_pixels
 
 Row = dict[str, Any]

@@ -37,8 +37,8 @@ from ..common.http_client import AnswerLimits, BadAnswerError, ModelList, TokenI
 from ..common.locks import locked
 from ..common.machine import free_bytes
 from ..common.runtime import require_extra
-from ..common.safe_load import MEGABYTE, parse_json, read_bytes, read_text
 from ..common.server_process import CPU_ENVIRONMENT, python_of, running_server
+from ..common.untrusted_files import MEGABYTE, parse_json, read_bytes, read_text
 from ..common.values import ForeignModel
 from ..recipes import DataSpec, EngineSpec, Recipe, ServerSpec
 from ..targets import Target

@@ -40,7 +40,7 @@ from ..common.file_process_group import LaunchGroup
 from ..common.locks import claiming, locked
 from ..common.progress import Advance, progress
 from ..common.runtime import installed_version
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from ..targets import Target
 from ..targets.documents import Documents
 from ..targets.fingerprint import digest_json

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ..common import BadInputError
 from ..common.errors import first_line
-from ..common.safe_load import (
+from ..common.untrusted_files import (
     Unreadable,
     decoded,
     parse_json,

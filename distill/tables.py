@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from ..common.safe_load import MEGABYTE, FileLimits, parse_json
+from ..common.untrusted_files import MEGABYTE, FileLimits, parse_json
 
 _AT_ONCE = 32  # rows that are held
 _MOST_ROWS = 20  # for each byte of a file: more of them are empty

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from ..common import BadInputError, IncompatibleError
 from ..common.atomic import write_atomically
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from ..heads import SelfSpeculative, SelfSpeculativeConfig
 from ..targets import Target, config_only_target, load_causal_lm
 from ..targets.config_only import is_plain

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..common import BadInputError, IncompatibleError, OutriderError
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from ..heads.block.dflash import default_taps
 from ..targets.loading import target_path
 from ..targets.model_folder import PICKLES

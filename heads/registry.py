@@ -11,7 +11,7 @@ import torch
 from ..common import BadInputError, IncompatibleError, digests
 from ..common.errors import NotFiniteError, did_you_mean
 from ..common.plugins import plugin, registered
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from ..targets import Target
 from ..targets.weights import overflow_of
 from .base import Drafter

@@ -16,7 +16,7 @@ from torch import nn
 from ..common import BadInputError, refuse_unknown_keys
 from ..common.atomic import replacing, write_atomically
 from ..common.runtime import installed_version
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from ..common.values import checked_value
 from ..targets import Target
 from ..targets.fingerprint import digest_json

@@ -84,7 +84,7 @@ def require_same_answers(learning: Learning) -> None:
     """Raise BadInputError if the two servers answer questions of the traffic differently, at temperature 0."""
     from ..common.http_client import ModelList, ask
     from ..common.http_client import read_answer as read_json_answer
-    from ..common.safe_load import parse_json, read_text
+    from ..common.untrusted_files import parse_json, read_text
     from .traffic import read_answer
 
     lines = read_text(learning.folder_of(learning.state.open) / "held-out.jsonl").splitlines()[:_ASKED]

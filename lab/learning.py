@@ -26,7 +26,7 @@ from ..common.atomic import clear_away, write_atomically
 from ..common.errors import did_you_mean
 from ..common.locks import locked
 from ..common.places import require_outside
-from ..common.safe_load import parse_yaml, read_text
+from ..common.untrusted_files import parse_yaml, read_text
 from ..common.values import ForeignModel, is_server_address
 from ..decode import Decoder
 from ..distill.dataset_formats import understand

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from ..common import BadInputError
-from ..common.safe_load import MEGABYTE
+from ..common.untrusted_files import MEGABYTE
 
 try:
     import h11

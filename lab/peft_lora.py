@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..common import IncompatibleError
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from ..formats.base_layout import DrafterFiles, ExportLayout, Unsupported, fill
 from ..formats.engine_logits import ProbeSequence, session_logits
 from ..targets import Target

@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..common import BadInputError
-from ..common.safe_load import Unreadable, parse_json, parse_yaml, read_text, yaml_text
+from ..common.untrusted_files import Unreadable, parse_json, parse_yaml, read_text, yaml_text
 from ..eval.reports.figures import PromptRecord
 from ..eval.reports.tables import markdown_text
 from .claims import Claims

@@ -22,7 +22,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, ValidationError
 
 from ..common.errors import Refusal, first_line
-from ..common.safe_load import RECORD, Unreadable, decoded, open_regular, parse_json, read_byte_lines
+from ..common.untrusted_files import RECORD, Unreadable, decoded, open_regular, parse_json, read_byte_lines
 from ..common.values import ForeignModel
 
 _EVENT = b"data:"  # of a streamed answer

@@ -18,7 +18,7 @@ from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.http_client import AnswerLimits, BadAnswerError, ask
 from ..common.locks import locked
-from ..common.safe_load import RECORD, parse_json, read_text
+from ..common.untrusted_files import RECORD, parse_json, read_text
 from ..common.values import ForeignModel
 from ..pair import PairFiles
 from ..serving.engine_metrics import Counters, PageCounters

@@ -20,7 +20,7 @@ from rich.console import Console
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.progress import announce, progress
-from ..common.safe_load import read_json_lines
+from ..common.untrusted_files import read_json_lines
 from ..common.values import ForeignModel
 from ..decode import Decoder, Plan, Round
 from ..distill.conversation import render

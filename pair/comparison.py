@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import BadInputError
-from ..common.safe_load import parse_yaml
+from ..common.untrusted_files import parse_yaml
 from ..eval.reports.gate import Counted, GateComparison, GateResult, Judge, gate
 from ..eval.reports.report import Report
 from .folder import PairFiles

@@ -27,7 +27,7 @@ from ..common import BadInputError, Refusal
 from ..common.atomic import Leftover
 from ..common.digests import is_harmless, problem_of
 from ..common.locks import lock_file
-from ..common.safe_load import kind_of
+from ..common.untrusted_files import kind_of
 from .manifest import MANIFEST, SIGNATURE, Manifest, inspect_manifest, read_manifest
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from .. import decode
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.digests import digest_json
-from ..common.safe_load import RECORD, Unreadable, parse_json, read_bytes
+from ..common.untrusted_files import RECORD, Unreadable, parse_json, read_bytes
 from ..eval.reports.figures import Interval
 from ..eval.tuning_record import Part, SparsePart, Tuning, merged
 from ..targets.fingerprint import Fingerprint, precision_name

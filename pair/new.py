@@ -20,7 +20,7 @@ from ..common.atomic import replacing_folder, write_atomically
 from ..common.digests import listed_problems
 from ..common.locks import locked
 from ..common.places import PAIR, require_place
-from ..common.safe_load import read_json, yaml_text
+from ..common.untrusted_files import read_json, yaml_text
 from ..distill.data_set import learnt_questions
 from ..distill.dataset_formats import understand
 from ..distill.prompt_table import Prompt

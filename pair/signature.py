@@ -20,7 +20,7 @@ from pathlib import Path
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.locks import locked, scratch_folder
-from ..common.safe_load import read_bytes
+from ..common.untrusted_files import read_bytes
 
 NAMESPACE, PASSPHRASE = "outrider-pair", "OUTRIDER_KEY_PASSPHRASE"
 _LARGEST = 64 * 1024  # bytes of a file from a stranger; an SSH signature has 300

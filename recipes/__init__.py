@@ -9,7 +9,7 @@ from typing import Any
 
 from ..common import BadInputError
 from ..common.errors import did_you_mean
-from ..common.safe_load import YAML, parse_yaml, read_text
+from ..common.untrusted_files import YAML, parse_yaml, read_text
 from ..common.values import printable_urls
 from .schema import DataSpec, EngineSpec, EvalSpec, Recipe, SamplingSpec, ServerSpec, SourceSpec, TargetSpec
 

@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from ..common import BadInputError
-from ..common.safe_load import yaml_text
+from ..common.untrusted_files import yaml_text
 from ..common.values import checked_temperature, in_words, is_server_address, printable_urls, tree_depths
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

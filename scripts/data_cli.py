@@ -41,7 +41,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Look at what a recipe's draft
 
 def arguments(given: Sequence[str] | None) -> dict[str, Any] | None:
     """Return the template's arguments that options say; None for no options."""
-    from ..common.safe_load import parse_yaml
+    from ..common.untrusted_files import parse_yaml
     from ..recipes.schema import finite
 
     if not given:

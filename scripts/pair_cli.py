@@ -12,8 +12,8 @@ from rich.tree import Tree
 
 from ..common import BadInputError
 from ..common.places import PAIR, REFRESH, require_place
-from ..common.safe_load import MEGABYTE, read_bytes
 from ..common.terminal import VisibleConsole
+from ..common.untrusted_files import MEGABYTE, read_bytes
 from . import data_cli, dry_runs
 from .options import (
     Adapter,

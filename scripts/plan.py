@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..common import BadInputError
 from ..common.atomic import readable_bytes
-from ..common.safe_load import YAML, parse_yaml, read_text
+from ..common.untrusted_files import YAML, parse_yaml, read_text
 from ..costs.machine_speed import BANDWIDTH, COMPUTE, ROOM
 from ..costs.training import Needs
 from ..eval.reports.render import print_table

@@ -26,7 +26,7 @@ from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.errors import did_you_mean
 from ..common.places import require_file
-from ..common.safe_load import YAML, read_text
+from ..common.untrusted_files import YAML, read_text
 from ..common.values import in_words
 from ..recipes import load_recipe, recipe_file
 from ..recipes.schema import Recipe, Section, alternatives, is_section, nearest_key

@@ -19,7 +19,7 @@ from rich.markup import escape
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.places import require_file
-from ..common.safe_load import parse_yaml, read_json
+from ..common.untrusted_files import parse_yaml, read_json
 from ..recipes import Recipe, embedded_file
 from .output import print_lines
 

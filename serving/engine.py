@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ..common import BadInputError, http_client
 from ..common.http_client import METRICS_TYPES, AnswerLimits, BadAnswerError, ModelList, TokenId, ask, read_answer
-from ..common.safe_load import MEGABYTE
+from ..common.untrusted_files import MEGABYTE
 from ..common.values import ForeignModel, is_server_address, printable_urls
 from .engine_metrics import PageCounters, read_counters
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from ..common import BadInputError
 from ..common.locks import scratch_folder
 from ..common.progress import Advance, progress
-from ..common.safe_load import read_json
 from ..common.server_process import python_of
+from ..common.untrusted_files import read_json
 from ..eval.suites import load_suites
 from ..formats import LAYOUTS, launch, oldest_version
 from ..formats.draft_models import FILE, write_gguf

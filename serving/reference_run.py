@@ -22,7 +22,7 @@ from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.errors import Refusal, first_line
 from ..common.progress import Advance, progress
-from ..common.safe_load import MEGABYTE, RECORD, parse_json, read_text
+from ..common.untrusted_files import MEGABYTE, RECORD, parse_json, read_text
 from ..common.values import ForeignModel
 from ..decode import Decoder, Plan, Round, Sampling
 from ..distill.conversation import render

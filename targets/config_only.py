@@ -36,7 +36,7 @@ from ..common import BadInputError, IncompatibleError, digest_cache
 from ..common.digests import digest_json, read_sealed, write_json
 from ..common.errors import reason
 from ..common.runtime import give_back_unused, versions
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from .fingerprint import Fingerprint, digest_tokenizer, plain_config
 from .layers import decoder_layers
 from .loading import folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, source_of, split_shape, target_path

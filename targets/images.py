@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..common.digests import digest_json
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line
-from ..common.safe_load import MEGABYTE, read_bytes
+from ..common.untrusted_files import MEGABYTE, read_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image

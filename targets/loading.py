@@ -27,7 +27,7 @@ from transformers import (
 from ..common import digests
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.plugins import plugin
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from .gguf_models import converted, fetched_folder, gguf_facts
 from .images import SEEING, ImageReader, processor_in
 from .model_folder import (

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError, LocalEntryNotFoundError
 
 from ..common.errors import BadInputError, Refusal, reason
-from ..common.safe_load import MEGABYTE, FileLimits, Unreadable, kind_of, read_json
+from ..common.untrusted_files import MEGABYTE, FileLimits, Unreadable, kind_of, read_json
 
 MODEL_CONFIG = "config.json"
 SINGLE = "model.safetensors"

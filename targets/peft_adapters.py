@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, reason
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from .model_folder import is_local, say_if_downloaded
 from .smoke_check import few_logits, require_same_logits
 from .weights import no_more_than, stored_tensors, weight_faults

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..common.errors import BadInputError, IncompatibleError
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from .model_folder import INDEX, MODEL_CONFIG, SINGLE, plain_weight_map
 from .weights import TensorInfo, stored_tensors
 

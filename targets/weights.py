@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ..common.digests import digest_json
 from ..common.errors import BadInputError, IncompatibleError, Refusal
-from ..common.safe_load import MEGABYTE, open_regular
+from ..common.untrusted_files import MEGABYTE, open_regular
 from .layers import Tap
 from .model_folder import refuse_pickles
 

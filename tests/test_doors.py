@@ -94,7 +94,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "JSON from a stranger": (
         JSON,
         {
-            "common/safe_load.py": "the door",
+            "common/untrusted_files.py": "the door",
             "common/digests.py": "what was just written as JSON",
             "common/locks.py": "of a process on this machine",
             "common/file_process_group.py": "of a process of the launch",

@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from ..common import BadInputError, Refusal, digests
 from ..common.atomic import CannotWriteError, clear_away, failure, move, readable_bytes, write_atomically
 from ..common.errors import LIBRARY_ERRORS
-from ..common.safe_load import FileLimits, read_json
+from ..common.untrusted_files import FileLimits, read_json
 from ..heads import restore_drafter
 from .hooks import CheckpointIO, HookedTrainer
 from .optimizer_state import (

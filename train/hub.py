@@ -15,7 +15,7 @@ from ..common import BadInputError
 from ..common.digests import is_harmless
 from ..common.errors import OutriderError
 from ..common.hub import HUB_ADVICE, hub_reason
-from ..common.safe_load import read_text, yaml_text
+from ..common.untrusted_files import read_text, yaml_text
 from ..eval.model_card import CardTarget, model_card, portable, serving
 from ..heads.registry import with_defaults
 from ..recipes import Recipe

@@ -27,7 +27,7 @@ from transformers.trainer_utils import IntervalStrategy
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.progress import progress
-from ..common.safe_load import read_json
+from ..common.untrusted_files import read_json
 from .hooks import refuse_unreadable_states
 
 ENDLESS = 10**9  # steps

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from ...common import BadInputError, refuse_unknown_keys
 from ...common.digests import CHECKSUM, digest_json, unsealed
-from ...common.safe_load import MEGABYTE, RECORD, Unreadable, parse_json, read_text
+from ...common.untrusted_files import MEGABYTE, RECORD, Unreadable, parse_json, read_text
 from .figures import (
     ALL,
     CONFIDENCE,

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from ...common.errors import reason
-from ...common.safe_load import read_text
+from ...common.untrusted_files import read_text
 from ...recipes import Recipe
 
 _RUNS = ("wandb", "trackio")  # which are called alike

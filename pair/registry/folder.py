@@ -20,7 +20,7 @@ from ...common.digests import problem_of
 from ...common.errors import Refusal
 from ...common.locks import locked
 from ...common.places import REGISTRY, mark, require_place
-from ...common.safe_load import open_regular, read_bytes
+from ...common.untrusted_files import open_regular, read_bytes
 from .layout import MAX_ENTRY, PAIRS, blob_path
 
 _CHUNK = 1 << 20

@@ -25,7 +25,7 @@ from ... import pair
 from ...common import BadInputError
 from ...common.errors import OutriderError, Refusal
 from ...common.hub import HUB_ADVICE, hub_reason
-from ...common.safe_load import read_bytes
+from ...common.untrusted_files import read_bytes
 from ..manifest import Manifest
 from .folder import copy_blob
 from .layout import MAX_ENTRY, PAIRS, Entry, blob_path, read_entry

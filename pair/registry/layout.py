@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ...common import BadInputError
 from ...common.errors import Refusal
-from ...common.safe_load import decoded
+from ...common.untrusted_files import decoded
 from ..manifest import Manifest, inspect_text
 
 BLOBS, PAIRS = "blobs", "pairs"

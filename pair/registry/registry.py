@@ -14,7 +14,7 @@ from ...common.atomic import replacing_folder, require_space, write_atomically
 from ...common.locks import locked, scratch_folder
 from ...common.places import PAIR, require_place
 from ...common.progress import progress
-from ...common.safe_load import MEGABYTE, read_bytes
+from ...common.untrusted_files import MEGABYTE, read_bytes
 from ..folder import PairFiles, verify
 from ..manifest import MANIFEST, SIGNATURE, Manifest
 from .layout import Entry, PairReference, RegistryStore, Seal, check_files, check_name, check_seal, read_entry

@@ -24,7 +24,7 @@ import yaml
 from safetensors.torch import load_file
 
 from outrider.common import BadInputError
-from outrider.common.safe_load import Unreadable
+from outrider.common.untrusted_files import Unreadable
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.lab.canary import _BETS, Canary
 from outrider.lab.learn_verb import Service, require_same_answers

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.common import BadInputError
-from outrider.common.safe_load import parse_yaml, yaml_text
+from outrider.common.untrusted_files import parse_yaml, yaml_text
 from outrider.lab.claims import Claims, contradictions
 from outrider.lab.passport import Passport, conditional, survival
 from outrider.lab.report_forms import FORMS, read_claims

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from outrider.common import BadInputError
-from outrider.common.safe_load import read_json
+from outrider.common.untrusted_files import read_json
 from outrider.pair import Pair
 from outrider.pair.refresh import RefreshOptions, refresh
 from outrider.scripts.cli import app

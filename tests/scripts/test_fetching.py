@@ -13,7 +13,7 @@ from typer.testing import Result
 
 from outrider.common import BadInputError
 from outrider.common.digests import file_digest
-from outrider.common.safe_load import read_json
+from outrider.common.untrusted_files import read_json
 from outrider.decode import Decoder, Plan
 from outrider.formats.draft_models import write_gguf
 from outrider.heads import Ngram

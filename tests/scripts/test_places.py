@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from outrider.common.places import MARKER, PAIR, kind_of, require_new, require_place
-from outrider.common.safe_load import read_json
+from outrider.common.untrusted_files import read_json
 from outrider.heads import Ngram
 
 from .conftest import Command, failed, succeeded, tiny_recipe

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from outrider.common import BadInputError, IncompatibleError, Refusal
 from outrider.common.digests import file_digest
-from outrider.common.safe_load import read_json
+from outrider.common.untrusted_files import read_json
 from outrider.decode import Decoder, Plan
 from outrider.formats import draft_models
 from outrider.formats.draft_models import write_gguf

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard, constants
 
 from outrider.common import BadInputError
-from outrider.common.safe_load import parse_yaml
+from outrider.common.untrusted_files import parse_yaml
 from outrider.heads import load_drafter
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
-from outrider.common import BadInputError, safe_load
-from outrider.common.safe_load import RECORD, FileLimits, Unreadable, decoded, parse_json, parse_yaml, read_json
+from outrider.common import BadInputError, untrusted_files
+from outrider.common.untrusted_files import RECORD, FileLimits, Unreadable, decoded, parse_json, parse_yaml, read_json
 from outrider.common.values import ForeignModel
 
 plain = st.recursive(
@@ -58,7 +58,7 @@ def test_any_bytes_are_plain_yaml_or_refused(read):
 @settings(deadline=None)
 def test_yaml_that_was_written_is_read_back(value):
     read = yaml.safe_load(yaml.safe_dump(value, allow_unicode=True))
-    assert parse_yaml(safe_load.yaml_text(value), "here") == read
+    assert parse_yaml(untrusted_files.yaml_text(value), "here") == read
 
 
 @given(st.binary(max_size=300))
@@ -152,7 +152,12 @@ def test_a_pipe_and_a_device_are_refused_and_never_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for name, kind in {"pipe": "a pipe", "link": "a device"}.items():
-        readers = (safe_load.read_bytes, safe_load.read_text, read_json, lambda file: list(safe_load.read_lines(file)))
+        readers = (
+            untrusted_files.read_bytes,
+            untrusted_files.read_text,
+            read_json,
+            lambda file: list(untrusted_files.read_lines(file)),
+        )
         for read in readers:
             with pytest.raises(Unreadable, match=f"expected a regular file, found {kind}"):
                 read(tmp_path / name)
@@ -160,15 +165,15 @@ def test_a_pipe_and_a_device_are_refused_and_never_waited_for(tmp_path):
 
 def test_a_file_that_cannot_be_opened_or_read_is_refused(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    for read in (safe_load.read_bytes, lambda file: list(safe_load.read_lines(file))):
+    for read in (untrusted_files.read_bytes, lambda file: list(untrusted_files.read_lines(file))):
         with pytest.raises(Unreadable, match="cannot be read"):
             read(tmp_path / "loop")
     if Path("/proc/self/mem").exists():  # a regular file, whose first byte is not there
         with pytest.raises(Unreadable, match="/proc/self/mem: line 1: cannot be read"):
-            list(safe_load.read_lines(Path("/proc/self/mem")))
+            list(untrusted_files.read_lines(Path("/proc/self/mem")))
     if os.access("/proc/kmsg", os.R_OK):  # regular too, and without a word where everything was read
         with suppress(Unreadable):
-            safe_load.read_bytes(Path("/proc/kmsg"))
+            untrusted_files.read_bytes(Path("/proc/kmsg"))
 
 
 def test_a_file_that_is_too_large_is_refused_without_reading_it(tmp_path):
@@ -177,7 +182,7 @@ def test_a_file_that_is_too_large_is_refused_without_reading_it(tmp_path):
     with pytest.raises(Unreadable, match="larger than the 32 MB"):
         read_json(tmp_path / "large")
     with pytest.raises(Unreadable, match="line 1: longer than 32 MB"):
-        list(safe_load.read_json_lines(tmp_path / "large"))
+        list(untrusted_files.read_json_lines(tmp_path / "large"))
 
 
 def test_another_encoding_is_named(tmp_path):
@@ -190,7 +195,7 @@ def test_another_encoding_is_named(tmp_path):
 
 def test_lines_are_numbered_and_only_line_feeds_end_them(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": "x\u2028y"}\n\n[1]\n{', encoding="utf-8")
-    found = safe_load.read_json_lines(tmp_path / "a.jsonl")
+    found = untrusted_files.read_json_lines(tmp_path / "a.jsonl")
     assert next(found) == (1, {"a": "x\u2028y"})
     assert next(found) == (3, [1])
     with pytest.raises(Unreadable, match="line 4: not valid JSON"):
@@ -199,7 +204,7 @@ def test_lines_are_numbered_and_only_line_feeds_end_them(tmp_path):
 
 def test_a_missing_file_and_an_impossible_name_are_told_apart(tmp_path):
     with pytest.raises(FileNotFoundError):
-        safe_load.read_text(tmp_path / "none")
+        untrusted_files.read_text(tmp_path / "none")
     with pytest.raises(Unreadable, match="No such file"):
         read_json(tmp_path / "none")
     with pytest.raises(Unreadable):
@@ -218,10 +223,10 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 64, 2**20])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_entries_are_those_of_the_whole_list(tmp_path, monkeypatch, piece, indent):
-    monkeypatch.setattr(safe_load, "MEGABYTE", piece)
+    monkeypatch.setattr(untrusted_files, "MEGABYTE", piece)
     text = "\ufeff " + json.dumps(ENTRIES, indent=indent, ensure_ascii=False) + "\n"
-    assert list(safe_load.read_json_items(write(tmp_path, text))) == ENTRIES
-    assert list(safe_load.read_json_items(write(tmp_path, " [ ] "))) == []
+    assert list(untrusted_files.read_json_items(write(tmp_path, text))) == ENTRIES
+    assert list(untrusted_files.read_json_items(write(tmp_path, " [ ] "))) == []
 
 
 @pytest.mark.parametrize(
@@ -243,7 +248,7 @@ def test_entries_are_those_of_the_whole_list(tmp_path, monkeypatch, piece, inden
 def test_what_is_no_list_is_refused_with_its_place(tmp_path, text, expected):
     file = write(tmp_path, text)
     with pytest.raises(Unreadable) as caught:
-        list(safe_load.read_json_items(file, FileLimits(num_bytes=2000)))
+        list(untrusted_files.read_json_items(file, FileLimits(num_bytes=2000)))
     assert expected in str(caught.value)
 
 
@@ -251,7 +256,7 @@ def test_memory_does_not_grow_with_the_list(tmp_path):
     entry = json.dumps({"text": "x" * 1000})
     file = write(tmp_path, "[" + ",".join([entry] * 30_000) + "]")
     tracemalloc.start()
-    assert sum(1 for _ in safe_load.read_json_items(file)) == 30_000
+    assert sum(1 for _ in untrusted_files.read_json_items(file)) == 30_000
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 12_000_000 < file.stat().st_size

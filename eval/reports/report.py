@@ -136,6 +136,8 @@ class ContestantInfo(ReportModel):
 
     @property
     def label(self) -> str:
+        if self.depth == 0:  # what a tuner chooses where no drafts pay
+            return f"{self.name}, without drafts"
         return self.name if self.depth is None else f"{self.name}, {self.shape or f'depth {self.depth}'}"
 
 

@@ -21,6 +21,7 @@ from outrider.eval import Report, reports
 from outrider.eval.reports import tables
 from outrider.eval.reports.figures import Interval
 from outrider.eval.reports.render import markdown, markdown_table, print_report, write_report
+from outrider.eval.reports.report import ContestantInfo
 
 from ..conftest import make_report
 
@@ -249,3 +250,9 @@ def test_importing_the_room_loads_no_heavy_library_and_what_shows_reports_no_tor
     modules = [f"outrider.eval.reports.{m.name}" for m in pkgutil.iter_modules(reports.__path__)]
     assert len(modules) >= 7
     assert loaded_by(", ".join(modules)) == ["scipy"]
+
+
+def test_a_plan_that_drafts_nothing_is_called_so() -> None:
+    """As where a tuner finds that no drafts pay."""
+    plain = ContestantInfo(name="eagle3 tuned", kind="drafter", depth=0, shape="depth 0", tuned=True)
+    assert plain.label == "eagle3 tuned, without drafts"

@@ -34,7 +34,7 @@ ROOMS = {
     "scripts": 4220,
     LAB: 9670,
 }
-OTHERS = {"tests": 55_360, "benchmarks": 4260}
+OTHERS = {"tests": 55_370, "benchmarks": 4260}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

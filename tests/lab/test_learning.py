@@ -502,3 +502,10 @@ def test_another_pairs_folder_is_refused(config_file: Path, tmp_path: Path) -> N
     journal.write_text(journal.read_text().replace('"digest":"', '"digest":"0'))
     with pytest.raises(BadInputError, match="begun with another pair"):
         Learning(read_config(config_file))
+
+
+def test_the_settings_on_the_page_are_read(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/lab.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "learn.yaml").write_text(block)
+    assert read_config(tmp_path / "learn.yaml").canary.share == 0.5

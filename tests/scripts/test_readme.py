@@ -202,7 +202,8 @@ def test_every_recipe_and_override_shown_is_valid() -> None:
 
 
 def test_every_recipe_shown_in_full_is_valid() -> None:
-    shown_in_full = [block for page in PAGES for block in blocks(page, "yaml")]
+    """The settings of `lab learn` are read by its own tests."""
+    shown_in_full = [block for page in PAGES for block in blocks(page, "yaml") if not block.startswith("pair:")]
     assert shown_in_full
     for block in shown_in_full:
         recipe = Recipe.from_dict(yaml.safe_load(block))

@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL
@@ -123,7 +124,8 @@ class Service:
     def over(self, exchange: Exchange) -> None:
         """Keep an exchange, in a thread of its own: no request waits for that."""
         self.latest = time.monotonic()
-        self.worker.submit(self._keep, exchange)
+        with suppress(RuntimeError):  # of a worker that has ended: the answer goes out all the same
+            self.worker.submit(self._keep, exchange)
 
     def _keep(self, exchange: Exchange) -> None:
         try:

@@ -9,7 +9,6 @@ Shapes: a linear layer has N outputs and K inputs; a scale belongs to a block of
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..common.errors import BadInputError, IncompatibleError
-from ..common.untrusted_files import read_json
+from ..common.untrusted_files import parse_json, read_json
 from .model_folder import INDEX, MODEL_CONFIG, SINGLE, plain_weight_map
 from .weights import TensorInfo, stored_tensors
 
@@ -223,7 +222,7 @@ class QuantisedFiles:
         state = next((part for part in parts if part.startswith("weight.quant_state.")), None)
         if state is None:
             return {"weight.quant_state.bitsandbytes__nf4": ()}
-        values = json.loads(bytes(self._read(f"{name.removesuffix('weight')}{state}").tolist()))
+        values = _json(self._read(f"{name.removesuffix('weight')}{state}"))
         blocks = ceil(size / int(values["blocksize"]))
         found = {"weight": (ceil(size / 2), 1), "weight.absmax": (blocks,), "weight.quant_map": (16,)}
         if parts.get("weight.absmax", TensorInfo("F32", ())).dtype == "U8":
@@ -362,7 +361,7 @@ def _unpacked(words: Tensor, bits: int, columns: int) -> Tensor:
 
 def _of_bitsandbytes(read: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
     """Return a weight `[N, K]` of bitsandbytes: codes of 4 bits, in blocks scaled by their largest number."""
-    state = json.loads(next(bytes(read[part].tolist()) for part in read if part.startswith("weight.quant_state.")))
+    state = _json(next(read[part] for part in read if part.startswith("weight.quant_state.")))
     largest = read["weight.absmax"]
     if "weight.nested_absmax" in read:
         inner = read["weight.nested_quant_map"][largest.int()]
@@ -372,6 +371,11 @@ def _of_bitsandbytes(read: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tens
     codes = torch.stack([pairs >> 4, pairs & 15], 1).flatten()[: prod(shape)]
     wide = largest.repeat_interleave(int(state["blocksize"]))[: len(codes)]
     return (read["weight.quant_map"][codes] * wide).reshape(shape)
+
+
+def _json(stored: Tensor) -> dict[str, str | float]:
+    """Return what bitsandbytes keeps of a weight, as JSON in bytes; raises Unreadable where it is none."""
+    return dict(parse_json(bytes(stored.tolist()).decode(errors="replace"), "a quant_state"))
 
 
 def _agree(loaded: Tensor, own: Tensor, eps: float) -> bool:

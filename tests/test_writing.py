@@ -109,6 +109,7 @@ def test_whole_folders_are_written_by_few() -> None:
         "pair/new.py",
         "targets/gguf_models.py",
         "lab/grow_verb.py",
+        "lab/tli.py",
         "lab/transplant_verb.py",
         "scripts/quickstart.py",
     }

@@ -67,7 +67,7 @@ def test_a_file_that_is_altered_after_the_clock_went_back_is_read_again(tmp_path
 
 
 def test_no_duration_is_measured_by_a_clock_that_may_go_back() -> None:
-    """`time.time` is compared with the times of files, and with nothing else."""
+    """`time.time` is compared with the times of files, and in `lab learn` with those of rows that it keeps for days."""
     told = {
         file.relative_to(ROOT).as_posix()
         for room in ROOT.iterdir()
@@ -76,4 +76,5 @@ def test_no_duration_is_measured_by_a_clock_that_may_go_back() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns")
     }
-    assert told == {"common/atomic.py", "common/digest_cache.py", "targets/config_only.py"}
+    kept = {"lab/learn_verb.py", "lab/learning.py", "lab/traffic.py"}
+    assert told == {"common/atomic.py", "common/digest_cache.py", "targets/config_only.py"} | kept

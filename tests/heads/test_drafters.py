@@ -165,8 +165,9 @@ def uneven() -> Target:
 
 @pytest.mark.parametrize("name", ON_UNEVEN)
 def test_a_target_whose_layers_differ_takes_every_head(uneven, name):
-    """A head takes the sizes of the layers of which there are most. (PARD wants models of Llama's kind.)"""
-    assert {key.split()[0] for key in ON_UNEVEN} == {kind for kind, head in HEADS.items() if head.trainable} - {"pard"}
+    """A head takes the sizes of the layers of which there are most. (PARD and TLI want models of their own.)"""
+    models = {"pard", "tli"}
+    assert {key.split()[0] for key in ON_UNEVEN} == {kind for kind, head in HEADS.items() if head.trainable} - models
     head, config = drafter_config({"type": name.split()[0]} | ON_UNEVEN[name])
     drafter = head.build(config, uneven)
     sizes = drafter.config.to_dict()

@@ -460,7 +460,7 @@ class QuickstartBudget:
 
     @classmethod
     def of(cls, target: str) -> QuickstartBudget:
-        """Return the budget of a target, `embedded` or `smollm2`; the latter's story takes up to 25 minutes."""
+        """Return the budget of a target, `embedded` or `smollm2`; the latter's story takes longer."""
         if target == EMBEDDED:
             return cls()
         if target != SMOLLM2:

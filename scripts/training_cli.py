@@ -129,7 +129,7 @@ def compare(
 def quickstart(
     out: Annotated[Path, typer.Option(help="Working folder; finished stages in it are reused.")] = Path("quickstart"),
     target: Annotated[
-        str, typer.Option(help="embedded, or smollm2: a real model, fetched before, in up to 25 minutes.")
+        str, typer.Option(help="embedded, or smollm2: a real model, fetched before; takes longer.")
     ] = "embedded",
 ) -> None:
     """The whole story on the embedded target, in a few minutes.

@@ -60,6 +60,23 @@ def write_atomically(file: Path, content: str | bytes) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def add_line(file: Path, text: str, keep: bool = False, mode: int = 0o666) -> None:
+    """Add a line to a file in one call of the system: a process that is killed leaves all of it or nothing.
+
+    Where a crash of the machine cut the last line short, this one begins anew. `keep`: wait until the disk holds it.
+    `mode`: of a file that is made.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, b"\n" * torn + text.encode() + b"\n")
+        if keep:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that takes the place of `folder` when the block ends well: all of it or nothing.

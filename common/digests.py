@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import digest_cache
-from .atomic import replacing_folder, sync, sync_tree, write_atomically
+from .atomic import add_line, replacing_folder, sync, sync_tree, write_atomically
 from .errors import Refusal
 from .untrusted_files import Unreadable, open_regular, read_bytes, read_json
 
@@ -120,14 +120,7 @@ def seal(folder: Path) -> None:
 
 def add(folder: Path, name: str) -> None:
     """Add the file `name`, which was written whole, to the list of a folder that grows."""
-    line = f"{_digests_now(folder, [name])[name]}  {name}\n".encode()
-    file = folder / LIST
-    with file.open("ab+") as opened:
-        opened.seek(max(opened.tell() - 1, 0))
-        torn = opened.read() not in (b"\n", b"")  # a crash cut the last line short
-        opened.write(b"\n" * torn + line)
-        opened.flush()
-        os.fsync(opened.fileno())
+    add_line(folder / LIST, f"{_digests_now(folder, [name])[name]}  {name}", keep=True)
     sync(folder)
 
 

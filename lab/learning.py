@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, field_validator
 from rich.console import Console
 
 from ..common import BadInputError
-from ..common.atomic import clear_away, write_atomically
+from ..common.atomic import add_line, clear_away, write_atomically
 from ..common.errors import did_you_mean
 from ..common.locks import locked
 from ..common.places import require_outside
@@ -36,7 +36,7 @@ from ..pair import Pair, PairFiles
 from ..pair.refresh import RefreshOptions, refresh
 from ..targets import Target
 from .canary import Canary, Verdict
-from .traffic import Reading, Row, Spending, TrafficFiles, add_line, drawn, read_models, spending
+from .traffic import PRIVATE, Reading, Row, Spending, TrafficFiles, drawn, read_models, spending
 
 _BATCH = 16  # prompts that our decoder answers at once
 _SCORED = 48  # rows that our decoder counts where no server told any
@@ -267,7 +267,7 @@ class Learning:
         """Add a line to the journal, and go on by it; decisions wait until the disk holds them."""
         event = Event.model_validate({"kind": kind, "version": version, "time": time.time()} | values)
         with self._lock:
-            add_line(self.journal, event.model_dump_json(exclude_none=True), keep=kind != "request")
+            add_line(self.journal, event.model_dump_json(exclude_none=True), keep=kind != "request", mode=PRIVATE)
             self.catch_up()
         return event
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import time
 from collections import defaultdict
@@ -21,12 +20,14 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, ValidationError
 
+from ..common.atomic import add_line
 from ..common.errors import Refusal, first_line
 from ..common.untrusted_files import RECORD, Unreadable, decoded, open_regular, parse_json, read_byte_lines
 from ..common.values import ForeignModel
 
 _EVENT = b"data:"  # of a streamed answer
 _DAY = 86_400.0
+PRIVATE = 0o600  # a mode: texts are for nobody else
 _FILES = 10  # of traffic: with each the oldest tenth of what may be kept is forgotten
 _DIGITS = 32  # hexadecimal, of a row's digest
 
@@ -235,7 +236,7 @@ class TrafficFiles:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = self.folder / f"{time.time():.6f}.jsonl"
             self._left = max(1, self.rows // _FILES)
-        add_line(self._file, row.model_dump_json(exclude_defaults=True))
+        add_line(self._file, row.model_dump_json(exclude_defaults=True), mode=PRIVATE)
         self._left -= 1
 
     def forget(self) -> None:
@@ -259,22 +260,6 @@ class TrafficFiles:
 def _began(file: Path) -> float:
     """Return the time at which a file of traffic begins, by its name; 0 for any other."""
     return float(file.stem) if re.fullmatch(r"\d+\.\d+", file.stem) else 0.0
-
-
-def add_line(file: Path, text: str, keep: bool = False) -> None:
-    """Add a line to a file in one call of the system: a process that is killed leaves all of it or nothing.
-
-    `keep`: wait until the disk holds it. Where a crash of the machine cut the last line short, the next begins anew.
-    """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" * torn + text.encode() + b"\n")
-        if keep:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_models(file: Path, model: type[Model], begin: int = 0) -> tuple[list[Model], int]:

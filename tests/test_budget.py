@@ -19,7 +19,7 @@ HOUSE = Path(__file__).parents[1]
 LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
-    "common": 3310,
+    "common": 3320,
     "targets": 7690,
     "heads": 7640,
     "formats": 4390,
@@ -32,7 +32,7 @@ ROOMS = {
     "pair": 3440,
     "serving": 2460,
     "scripts": 4220,
-    LAB: 9670,
+    LAB: 9660,
 }
 OTHERS = {"tests": 55_370, "benchmarks": 4260}
 # Habits that grow unnoticed, in kernel and lab together.

@@ -24,6 +24,7 @@ import yaml
 from safetensors.torch import load_file
 
 from outrider.common import BadInputError
+from outrider.common.atomic import add_line
 from outrider.common.untrusted_files import Unreadable
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.lab.canary import _BETS, Canary
@@ -35,7 +36,6 @@ from outrider.lab.traffic import (
     Row,
     Spending,
     TrafficFiles,
-    add_line,
     drawn,
     read_answer,
     read_models,

@@ -149,7 +149,8 @@ class KeptWeights:
     """The weights that a training leaves, among those that were evaluated on held-out rows.
 
     Attributes:
-        step: after which they were. name: of the figure that they were chosen by.
+        step: after which they were; 0 for the weights before the training, of a drafter that goes on from another.
+        name: of the figure that they were chosen by.
         figures: by step, of all evaluations. greater: a greater one is better.
     """
 
@@ -158,20 +159,25 @@ class KeptWeights:
     figures: dict[int, float]
     greater: bool = True
 
+    @property
+    def best(self) -> int:
+        """The step with the best figure, the first of several."""
+        return (max if self.greater else min)(sorted(self.figures), key=lambda step: self.figures[step])
+
     def __str__(self) -> str:
         """Return how they were chosen; "" without figures."""
         if len(self.figures) < 2:
             once = ", of one evaluation: whether a drafter before the end was better is not known"
             return once if self.figures else ""
-        best = (max if self.greater else min)(self.figures, key=lambda step: self.figures[step])
         last = max(self.figures)
-        if self.figures[best] != self.figures[self.step]:
-            said = f"{self.name} was {self.figures[best]:.3f} after step {best}, whose weights were not kept"
+        if self.figures[self.best] != self.figures[self.step]:
+            said = f"{self.name} was {self.figures[self.best]:.3f} after step {self.best}, whose weights were not kept"
             return f"; {said} (training.load_best_model_at_end)"
         chosen = f", the best of {len(self.figures)} evaluations by {self.name}"
         if self.step == last:
             return chosen
-        return f"{chosen}, after step {self.step} ({self.figures[self.step]:.3f}; {self.figures[last]:.3f} at the end)"
+        when = f"after step {self.step}" if self.step else "before the training"
+        return f"{chosen}, {when} ({self.figures[self.step]:.3f}; {self.figures[last]:.3f} at the end)"
 
 
 def held_out_taus(metrics: Mapping[str, Any], kept: KeptWeights | None = None) -> str:

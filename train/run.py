@@ -38,7 +38,8 @@ from ..distill.engine_states import EngineStates
 from ..distill.features import FeatureStore
 from ..distill.launch import launch_group
 from ..distill.responses import check_images, distill, target_in_engine
-from ..heads import Drafter
+from ..heads import Drafter, LowRank
+from ..heads.registry import is_warm, restore_drafter
 from ..recipes import Recipe
 from ..targets import Target
 from ..targets.images import StoredImages
@@ -56,7 +57,7 @@ from .data import (
     token_counts,
 )
 from .decoding import MeasuredTau, OnPolicy
-from .drafter_init import made_for
+from .drafter_init import made_for, warm_folder
 from .hooks import enable_checkpointing
 from .hub import claim, push_drafter
 from .packing import PackedBatches, Packs
@@ -134,7 +135,9 @@ def train(
         if args.process_index == 0:
             provenance.keep_target(recipe, target, goes_on=start is not None)
         check_with_target(recipe, args, target, drafter)
-        training = _Training(recipe, args, target, console, seconds, until)
+        warm = is_warm(recipe.drafter) and (drafter is None or isinstance(drafter, LowRank))
+        begun = warm_folder(recipe.drafter) if warm else None
+        training = _Training(recipe, args, target, console, seconds, until, begun)
         data = distill(recipe, target, console)
         with training.closing:
             return training.finish(training.trainer(data, drafter), data, start)
@@ -195,7 +198,11 @@ def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, secon
 
 @dataclass(frozen=True)
 class _Training:
-    """One training of a recipe for a target: makes its trainer, runs the loop, and writes the results."""
+    """One training of a recipe for a target: makes its trainer, runs the loop, and writes the results.
+
+    Attributes:
+        begun: the folder of the drafter that it goes on from, which stays as it is if no step makes it better.
+    """
 
     recipe: Recipe
     args: TrainingArguments
@@ -203,6 +210,7 @@ class _Training:
     console: Console | None = None
     seconds: float | None = None
     until: Until | None = None
+    begun: Path | None = None
     closing: ExitStack = field(default_factory=ExitStack)  # what is there while it trains
 
     def trainer(self, data: Path, drafter: Drafter | None) -> DrafterTrainer:
@@ -317,6 +325,8 @@ class _Training:
         if start is not None:
             _log.warning("continuing from %s", start)
             self.args.eval_on_start |= checkpoints.lacks_evaluation(start, self.args)
+        elif self.begun is not None and self.recipe.training.get("load_best_model_at_end", True):
+            self.args.eval_on_start |= len(trainer.data.held_out) > 0
         name, shown = f"training {self.recipe.name}", self.console or VisibleConsole(stderr=True)
         has_bar = self.args.process_index == 0 and not self.args.disable_tqdm
         steps = trainer.steps.watched(shown if has_bar else None, name)
@@ -352,6 +362,10 @@ class _Training:
         kept = KeptWeights(steps, name.removeprefix("eval_"), figures, greater)
         if held_out and not figures:
             _log.warning("no evaluation has %s, by which the best weights are chosen: the last ones are kept.", name)
+        if self.begun is not None and 0 in figures and kept.best == 0:
+            trainer.form.take(self._as_it_began(trainer.drafter, self.begun))
+            _log.warning("no step made the drafter of %s better on held-out rows: it stays as it was.", self.begun)
+            return replace(kept, step=0)
         best = state.best_global_step
         if not args.load_best_model_at_end or not best or best == steps:
             return kept
@@ -363,6 +377,12 @@ class _Training:
             return kept
         trainer.checkpoint_io.load_weights(folder)
         return replace(kept, step=best)
+
+    def _as_it_began(self, drafter: Drafter, begun: Path) -> Drafter:
+        """Return the drafter as it was before the first step."""
+        if isinstance(drafter, LowRank):
+            return LowRank.over(begun, self.target, drafter.config.rank)
+        return restore_drafter(begun).float()
 
     def _facts(self, trainer: DrafterTrainer, steps: int, seconds: float) -> dict[str, Any]:
         """Return the entries of provenance.json about the drafter and its training."""

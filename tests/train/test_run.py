@@ -278,6 +278,24 @@ def test_a_warm_started_draft_model_is_the_saved_one(recipe, target):
     assert weights(train(recipe("again", warm, learning_rate=0.0, max_steps=1), target)) == weights(first)
 
 
+@pytest.mark.parametrize("seconds", [None, 0.5], ids=["steps", "time"])
+def test_a_warm_start_that_only_made_it_worse_leaves_the_drafter_as_it_was(recipe, target, caplog, seconds):
+    first = train(recipe("first", max_steps=40), target)
+    warm = EAGLE3 | {"init": str(first.drafter_folder)}
+    settings = {"learning_rate": 3.0, "lr_scheduler_type": "constant", "max_steps": 4, "eval_steps": 2}
+    made = recipe("again", warm, {"holdout": 0.5}, **settings)
+    for _ in range(2):  # the second one finds it finished
+        result = train(made, target, seconds=seconds)
+        assert weights(result) == weights(first)
+        assert (result.kept.step, provenance(made)["training"]["kept_step"]) == (0, 0)
+        assert result.metrics["eval_tau"] == result.kept.figures[0]
+        assert "it stays as it was" in caplog.text
+        assert ", before the training (" in held_out_taus(result.metrics, result.kept)
+        caplog.clear()
+    last = train(recipe("last", warm, {"holdout": 0.5}, load_best_model_at_end=False, **settings), target)
+    assert weights(last) != weights(first)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

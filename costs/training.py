@@ -253,7 +253,7 @@ class TrainingEstimate:
         stages = []
         # All processes answer, and compute features; but for a target in parts, whose passes they share.
         at_work = 1 if self.recipe.target.sharding != "none" else self.processes
-        if not work.source.startswith("the responses"):
+        if not work.source.startswith("the responses") and self.recipe.data.answers != "given":
             answered = pass_flops(target, 1, 1) * work.tokens + 2 * work.tokens * target.hidden_size * target.vocab_size
             seconds = {gpu.name: self._answering(gpu, answered, at_work) for gpu in GPUS}
             stages.append(Stage("responses", answered, seconds))

@@ -176,9 +176,11 @@ def test_local_prompts_are_as_long_as_the_targets_tokenizer_says(
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"prompts": [str(tmp_path / "p.jsonl")], "responses": None, "max_new_tokens": 30}
 
+    def with_prompts(**changes: Any) -> Recipe:
+        return of_stored(recipe(data=settings | changes), tmp_path / "target")
+
     def planned(**changes: Any) -> Workload:
-        made = of_stored(recipe(data=settings | changes), tmp_path / "target")
-        return resource_estimate.workload(made)
+        return resource_estimate.workload(with_prompts(**changes))
 
     lengths = [len(tiny_tokenizer(text)["input_ids"]) for text in texts]
     work, answer = planned(), len(tiny_tokenizer("return first", add_special_tokens=False)["input_ids"])
@@ -187,6 +189,8 @@ def test_local_prompts_are_as_long_as_the_targets_tokenizer_says(
     given = planned(answers="given")
     assert given.tokens - given.prompt_tokens == 30 * answer
     assert given.supervised == pytest.approx(30 * answer / given.tokens)
+    stages = [[stage.name for stage in plan(with_prompts(answers=who)).stages] for who in ("target", "given")]
+    assert stages == [["responses", "training"], ["training"]], "given answers cost the target nothing"
     monkeypatch.setattr(resource_estimate, "_SAMPLE", 6)
     sampled = planned(sample=None)
     assert (sampled.sequences, sampled.prompt_tokens) == (30, 5 * sum(lengths[:6]))

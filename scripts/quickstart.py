@@ -503,6 +503,7 @@ class QuickstartBudget:
         }
         if self.given:
             values["data.prompts"] = [str(output / ANSWERS)]
+            values["data.holdout"] = 0.1  # the questions that are measured were the recipe's held-out ones
         else:
             values["data.max_new_tokens"] = self.new_tokens
             values["data.features"] = "cached"  # the few responses are read several times

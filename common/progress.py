@@ -99,7 +99,7 @@ _tasks: list[_Task] = []  # from the outermost to the innermost
 
 @contextmanager
 def plain_lines(console: Console | None, description: str, total: int = 0, done: int = 0) -> Iterator[Advance]:
-    """Yield `advance(count, note)`, and write a line about the innermost work to stderr every ten seconds.
+    """Yield `advance(count, note)`, and write a line about the innermost work to stderr every ten seconds if it changed.
 
     Nothing is written for a console that is a terminal, or None.
     """
@@ -121,9 +121,11 @@ def plain_lines(console: Console | None, description: str, total: int = 0, done:
 
 
 def _tell(ended: threading.Event) -> None:
+    told = ""
     with suppress(OSError, ValueError):  # stderr was closed
         while not ended.wait(EVERY):
-            print_to_stderr(_tasks[-1].line())
+            if (line := _tasks[-1].line()) != told:
+                print_to_stderr(told := line)
 
 
 def hide_library_bars() -> None:

@@ -18,12 +18,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 from rich.console import Console
 
 from ..common import BadInputError
 from ..common.atomic import add_line, clear_away, write_atomically
-from ..common.errors import did_you_mean
 from ..common.locks import locked
 from ..common.places import require_outside
 from ..common.untrusted_files import parse_yaml, read_text
@@ -34,6 +33,7 @@ from ..distill.recipe_prompts import PromptReading, SuitePrompts, collect
 from ..distill.sources import some_of_each
 from ..pair import Pair, PairFiles
 from ..pair.refresh import RefreshOptions, refresh
+from ..recipes.schema import validated
 from ..targets import Target
 from .canary import Canary, Verdict
 from .traffic import PRIVATE, Reading, Row, Spending, TrafficFiles, drawn, read_models, spending
@@ -141,15 +141,7 @@ def read_config(file: Path) -> LearnConfig:
         values = parse_yaml(read_text(file), str(file))
     except FileNotFoundError:
         raise BadInputError(f"{file}: there is no such file; expected the settings of `outrider lab learn`.") from None
-    if not isinstance(values, dict):
-        raise BadInputError(f"{file}: expected a mapping with the keys pair and folder, found {type(values).__name__}.")
-    try:
-        return LearnConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        near = did_you_mean(key, sorted(LearnConfig.model_fields)) if first["type"] == "extra_forbidden" else ""
-        raise BadInputError(f"{file}: {key}: {first['msg'].removeprefix('Value error, ')}. {near}".strip()) from None
+    return validated(LearnConfig, values, str(file))
 
 
 class Event(ForeignModel, extra="forbid"):

@@ -11,7 +11,17 @@ from ..common import BadInputError
 from ..common.errors import did_you_mean
 from ..common.untrusted_files import YAML, parse_yaml, read_text
 from ..common.values import printable_urls
-from .schema import DataSpec, EngineSpec, EvalSpec, Recipe, SamplingSpec, ServerSpec, SourceSpec, TargetSpec
+from .schema import (
+    DataSpec,
+    EngineSpec,
+    EvalSpec,
+    Recipe,
+    SamplingSpec,
+    ServerSpec,
+    SourceSpec,
+    TargetSpec,
+    as_mapping,
+)
 
 __all__ = ["Recipe", "embedded_file", "load_recipe", "packaged_file", "packaged_recipes", "recipe_file"]
 __all__ += ["DataSpec", "EngineSpec", "EvalSpec", "SamplingSpec", "ServerSpec", "SourceSpec", "TargetSpec"]
@@ -75,18 +85,14 @@ def recipe_file(name: str) -> Path:
         raise BadInputError(
             f"{name!r} is a folder; a recipe is a YAML file, for example {name.rstrip('/')}/recipe.yaml."
         )
-    near = did_you_mean(file.stem, packaged)
-    raise BadInputError(f"no recipe at {name!r}: there is no such file; {near}packaged recipes: {', '.join(packaged)}.")
+    if file.name != name and not file.suffix:  # a path of a folder: verbs that take a recipe or a pair get one
+        raise BadInputError(f"no recipe and no pair at {name!r}: there is no such file or folder.")
+    known = did_you_mean(file.stem, packaged).strip() or f"packaged recipes: {', '.join(packaged)}."
+    raise BadInputError(f"no recipe at {name!r}: there is no such file; {known}")
 
 
 def _read(file: Path) -> dict[str, Any]:
-    values = parse_yaml(read_text(file, YAML.num_bytes), str(file))
-    if not isinstance(values, dict):
-        found = "nothing" if values is None else f"a {type(values).__name__}"
-        raise BadInputError(
-            f"{file}: expected a mapping with the keys {', '.join(Recipe.model_fields)}; found {found}."
-        )
-    return values
+    return as_mapping(Recipe, parse_yaml(read_text(file, YAML.num_bytes), str(file)), str(file))
 
 
 def override(values: dict[str, Any], change: str) -> None:

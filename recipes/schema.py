@@ -14,7 +14,7 @@ import math
 import re
 import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -36,6 +36,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, AfterValidator(checked_temperature)]
+Form = TypeVar("Form", bound=BaseModel)
 
 
 def _each_once(values: list[Any]) -> list[Any]:
@@ -489,11 +490,7 @@ class Recipe(Section):
         Raises:
             BadInputError: an unknown or missing key, or a value of the wrong type; one line for each.
         """
-        try:
-            return cls.model_validate(_without_gone(values, printable_urls(where)))
-        except ValidationError as error:
-            lines = [_explain(e) for e in error.errors(include_url=False)]
-            raise BadInputError("\n".join(f"{printable_urls(where)}: {line}" for line in lines)) from None
+        return validated(cls, _without_gone(values, printable_urls(where)), printable_urls(where))
 
     @property
     def output_folder(self) -> Path:
@@ -550,7 +547,24 @@ _EXPECTED = {
 }
 
 
-def _explain(error: Any) -> str:
+def validated(form: type[Form], values: Any, where: str) -> Form:
+    """Return what a mapping says, as a form of pydantic. BadInputError: a line that begins with `where` for each fault."""
+    try:
+        return form.model_validate(as_mapping(form, values, where))
+    except ValidationError as error:
+        lines = [f"{where}: {_explain(form, e)}" for e in error.errors(include_url=False)]
+        raise BadInputError("\n".join(lines)) from None
+
+
+def as_mapping(form: type[BaseModel], values: Any, where: str) -> dict[str, Any]:
+    """Return what a file holds, if it is a mapping; BadInputError names the keys that were expected."""
+    if isinstance(values, dict):
+        return values
+    found = "nothing" if values is None else f"a {type(values).__name__}"
+    raise BadInputError(f"{where}: expected a mapping with the keys {', '.join(form.model_fields)}; found {found}.")
+
+
+def _explain(form: type[BaseModel], error: Any) -> str:
     """Return one pydantic error as `data.limit: expected an integer or null, found 'many'`."""
     path = tuple(part for part in error["loc"] if part not in (_TEXT, _MAPPING))
     kind, context = error["type"], error.get("ctx", {})
@@ -558,21 +572,21 @@ def _explain(error: Any) -> str:
     if kind == "value_error":
         return f"{name}: {context['error']}."
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"unknown key {name}; {nearest_key(path)}"
+        return f"unknown key {name}; {nearest_key(path, form)}"
     if kind == "missing":
-        return f"{name} is missing; expected {in_words(_annotation(path))}."
+        return f"{name} is missing; expected {in_words(_annotation(form, path))}."
     if kind in _BOUNDS:
         (bound,) = context.values()
         expected = f"a value {_BOUNDS[kind]} {bound}"
     else:
-        expected = _EXPECTED.get(kind) or in_words(_annotation(path))
+        expected = _EXPECTED.get(kind) or in_words(_annotation(form, path))
     text = printable_urls(repr(error["input"]))
     return f"{name}: expected {expected}, found {text if len(text) <= 80 else text[:77] + '...'}."
 
 
-def _annotation(path: tuple[str | int, ...]) -> Any:
-    """Return the declared type at a path of the recipe."""
-    here: Any = Recipe
+def _annotation(root: type[BaseModel], path: tuple[str | int, ...]) -> Any:
+    """Return the declared type at a path of a form."""
+    here: Any = root
     for part in path:
         forms = [a for a in alternatives(here) if a is not type(None)]
         form = next(filter(is_section, forms), forms[0])
@@ -599,11 +613,13 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def nearest_key(path: tuple[str | int, ...]) -> str:
-    """Return the nearest known key: among its neighbours first, then one of that name elsewhere in the recipe."""
+def nearest_key(path: tuple[str | int, ...], form: type[BaseModel] = Recipe) -> str:
+    """Return the nearest known key: among its neighbours first, then one of that name elsewhere in the form."""
     key, parents = str(path[-1]), path[:-1]
-    known = _known_keys(Recipe)
+    known = _known_keys(form)
     prefix = ".".join(part for part in parents if isinstance(part, str))
+    if prefix and prefix not in known:
+        return nearest_key(parents, form)
     siblings = [k for k in known if k.rpartition(".")[0] == prefix]
     for candidates in (siblings, known):
         names = {k.rpartition(".")[2]: k for k in reversed(candidates)}

@@ -167,8 +167,10 @@ def recipe(
         print_lines([f"[green]✓[/green] {escape(f'{out}: a copy of {name}; give it a name of its own')}"])
         return
     from ..heads.registry import with_defaults
+    from ..train.arguments import check_training
 
     found = load_recipe(name, changes or [])
+    check_training(found.training)
     print_lines([escape(found.to_yaml(drafter=with_defaults(found.drafter)).rstrip())])
 
 

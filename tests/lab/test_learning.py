@@ -474,10 +474,10 @@ def test_a_server_of_another_target_is_no_canary(config_file: Path, servers: lis
     ("values", "option", "said"),
     [
         ({"pair": "nowhere"}, "--now", "nowhere"),
-        ({"fodler": "x"}, "--now", "fodler: Extra inputs are not permitted. did you mean 'folder'?"),
+        ({"fodler": "x"}, "--now", "unknown key fodler; did you mean folder?"),
         ({"redact": ["("]}, "--now", "redact: '(' is no regular expression"),
         ({"servers": ["ftp://x"]}, "--now", "servers: a server is http://HOST:PORT"),
-        ({"canary": {"share": 0}}, "--now", "canary.share: Input should be greater than or equal to 0.01"),
+        ({"canary": {"share": 0}}, "--now", "canary.share: expected a value >= 0.01, found 0"),
         ({"logs": ["missing.jsonl"]}, "--now", "missing.jsonl"),
         ({"logs": [__file__]}, "--now", "test_learning.py: line 1"),
         ({"fewest": 500}, "--now", "fewest: 24 new rows of traffic were found, expected 500"),

@@ -47,6 +47,7 @@ def test_a_key_is_explained(outrider: Command, key: str, said: str) -> None:
     [
         ("eval.repeat", "unknown key eval.repeat; did you mean eval.repeats?"),
         ("drafter.stepz", "did you mean 'steps'?"),
+        ("evl.repeats", "did you mean eval?"),
         ("training.warmup", "did you mean 'warmup_"),
     ],
 )
@@ -71,6 +72,7 @@ def test_a_recipe_is_printed_with_every_default(outrider: Command) -> None:
         assert not isinstance(here, dict) or name in here, key.path
     failed(outrider("recipe"), "which recipe?")
     failed(outrider("recipe", "embedded-eagle3", "drafter.type=eagel3"), "did you mean 'eagle3'?")
+    failed(outrider("recipe", "embedded-eagle3", "training.learning_rat=1"), "did you mean 'learning_rate'?")
 
 
 def test_a_recipe_that_starts_from_a_saved_drafter_leaves_its_settings_to_it() -> None:

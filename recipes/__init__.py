@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..common import BadInputError
-from ..common.errors import did_you_mean
 from ..common.untrusted_files import YAML, parse_yaml, read_text
 from ..common.values import printable_urls
 from .schema import (
@@ -87,8 +87,8 @@ def recipe_file(name: str) -> Path:
         )
     if file.name != name and not file.suffix:  # a path of a folder: verbs that take a recipe or a pair get one
         raise BadInputError(f"no recipe and no pair at {name!r}: there is no such file or folder.")
-    known = did_you_mean(file.stem, packaged).strip() or f"packaged recipes: {', '.join(packaged)}."
-    raise BadInputError(f"no recipe at {name!r}: there is no such file; {known}")
+    names = difflib.get_close_matches(file.stem, packaged, n=4) or packaged
+    raise BadInputError(f"no recipe at {name!r}: there is no such file; packaged recipes: {', '.join(names)}.")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -548,7 +548,7 @@ _EXPECTED = {
 
 
 def validated(form: type[Form], values: Any, where: str) -> Form:
-    """Return what a mapping says, as a form of pydantic. BadInputError: a line that begins with `where` for each fault."""
+    """Return what a mapping says, in the form. BadInputError: a line that begins with `where` for each fault."""
     try:
         return form.model_validate(as_mapping(form, values, where))
     except ValidationError as error:

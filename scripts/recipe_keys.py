@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
@@ -44,6 +45,15 @@ class RecipeKey:
     kind: str
     default: str
     meaning: str
+
+
+# The words of TRL beside the fields of TrainingArguments.
+_TRL = {
+    "packing": RecipeKey("training.packing", "true or false", "False", "rows are packs of several texts."),
+    "max_length": RecipeKey(
+        "training.max_length", "an integer or null", "None", "tokens of a pack; null: the longest row's."
+    ),
+}
 
 
 def explain(path: str) -> list[RecipeKey]:
@@ -118,9 +128,11 @@ def _of_training(name: str) -> RecipeKey:
     from transformers import TrainingArguments
 
     known = {f.name: f for f in fields(TrainingArguments) if f.init}
+    if name in _TRL:
+        return _TRL[name]
     if name not in known:
         raise BadInputError(
-            f"unknown key training.{name}; {did_you_mean(name, known)}see transformers.TrainingArguments."
+            f"unknown key training.{name}; {did_you_mean(name, [*known, *_TRL])}see transformers.TrainingArguments."
         )
     default = known[name].default
     said = re.search(rf"^ +{name} \(.*\n((?: {{12,}}.*\n)+)", TrainingArguments.__doc__ or "", flags=re.MULTILINE)
@@ -167,7 +179,9 @@ def recipe(
         print_lines([f"[green]✓[/green] {escape(f'{out}: a copy of {name}; give it a name of its own')}"])
         return
     from ..heads.registry import with_defaults
-    from ..train.arguments import check_training
+
+    with redirect_stdout(sys.stderr):  # importing it, transformers says on stdout that WANDB_MODE is offline
+        from ..train.arguments import check_training
 
     found = load_recipe(name, changes or [])
     check_training(found.training)

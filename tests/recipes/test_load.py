@@ -202,7 +202,7 @@ def test_what_is_no_file_of_text_is_refused_and_a_missing_one_named_with_the_pac
     (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
     assert "cannot be read" in message_of(str(tmp_path / "my.yaml"))
     assert "is a folder" in message_of(str(tmp_path))
-    assert message_of(str(tmp_path / "embeded-eagle3.yaml")).endswith("no such file; did you mean 'embedded-eagle3'?")
+    assert "no such file; packaged recipes: embedded-eagle3, " in message_of(str(tmp_path / "embeded-eagle3.yaml"))
     assert "packaged recipes: embedded-dflash, " in message_of("zzz")
     assert message_of("runs/pair-v1").startswith("no recipe and no pair at 'runs/pair-v1'")
 

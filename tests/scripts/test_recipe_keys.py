@@ -36,6 +36,7 @@ def test_every_typed_key_has_a_meaning() -> None:
         ("drafter.type", "'eagle3'"),
         ("drafter.block_size", "dflash.block_size: an integer, default 8 slots of a block"),
         ("training.warmup_steps", "linear warmup"),
+        ("training.packing", "training.packing: true or false, default False rows are packs"),
     ],
 )
 def test_a_key_is_explained(outrider: Command, key: str, said: str) -> None:

@@ -38,8 +38,9 @@ def capacity(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """How many replicas a load needs, what latencies it gets, and where speculation stops paying: continuous batching,
-    simulated from the pair's tuning and report.
+    """How many replicas a load needs, what latencies it gets, and where speculation stops paying.
+
+    Continuous batching, simulated from the pair's tuning and report.
     """
     from ..eval import Report
     from ..pair import PairFiles, newest_report

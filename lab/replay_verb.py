@@ -35,8 +35,9 @@ def replay(
 ) -> None:
     """Keep as many drafts as the pair was measured to, whatever is drafted: what it will buy, before it is there.
 
-    An engine is told by flags, and its text is worthless then. Here the text stays the target's, and the same prompts
-    are decoded with the drafter, too: their speeds should agree.
+    An engine is told by flags, and its text is worthless then. Here the text stays the target's.
+
+    The same prompts are decoded with the drafter, too: their speeds should agree.
     """
     from ..eval import Report
     from ..pair import PairFiles, newest_report

@@ -20,9 +20,7 @@ def vocab(
     limit: Annotated[int | None, typer.Option(min=1, help="Responses that acceptance is measured on, at most.")] = 200,
     as_json: AsJson = False,
 ) -> None:
-    """Which draft vocabulary to keep: what each size covers of the target's responses, and the acceptance that
-    pruning loses.
-    """
+    """Which draft vocabulary to keep: what each size covers of the target's responses, and what pruning loses."""
     loaded = recipe_of(recipe, changes)
     require_place(loaded.output_folder, *TRAINED, COMPARISON)
     from .vocabulary_study import save, show, study

@@ -62,8 +62,9 @@ def arguments(given: Sequence[str] | None) -> dict[str, Any] | None:
 def show(
     recipe: RecipeName, changes: Overrides = None, count: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 3
 ) -> None:
-    """A sample of what is learnt: [green]what is supervised[/green], and what is only read. Of the finished responses
-    where there are some, else of the rows' own answers, else of the prompts.
+    """A sample of what is learnt: [green]what is supervised[/green], and what is only read.
+
+    Of the finished responses where there are some, else of the rows' own answers, else of the prompts.
     """
     loaded, console = recipe_of(recipe, changes), VisibleConsole(highlight=False, soft_wrap=True)
     for name, pieces in _samples(loaded, _tokenizer(loaded), count):
@@ -73,8 +74,9 @@ def show(
 
 @data_app.command()
 def check(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
-    """Read all of a recipe's data and count what is kept and dropped, and why, and how the answers end where they are
-    written. Exit code 1 for rows that cannot be read, and for prompts that the recipe measures.
+    """Read all of a recipe's data and count what is kept and dropped, why, and how the answers end.
+
+    Exit code 1 for rows that cannot be read, and for prompts that the recipe measures.
     """
     loaded = recipe_of(recipe, changes)
     from ..distill.recipe_prompts import recipe_prompts

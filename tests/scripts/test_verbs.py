@@ -16,7 +16,7 @@ from outrider.scripts.cli import ORDER, VERBS
 from outrider.targets import Target
 
 from ..eval.conftest import make_tuning
-from .conftest import Command, all_verbs, failed, succeeded
+from .conftest import Command, all_verbs, failed, succeeded, verb_of
 
 
 def test_help_takes_less_than_a_second() -> None:
@@ -39,6 +39,8 @@ def test_help_has_every_verb_in_one_line_in_the_order_of_work(outrider: Command)
     assert [line.strip() for line in lines] == ORDER
     assert {verb.split()[0] for verb in all_verbs()} == set(ORDER)
     assert len([verb for verb in all_verbs() if " " not in verb]) <= 20
+    helps = {verb: verb_of(["outrider", *verb.split()])[0].help or "" for verb in all_verbs()}
+    assert [verb for verb, text in helps.items() if re.search(r"\S\n\S", text)] == [], "typer keeps such breaks"
 
 
 _LIGHT = """

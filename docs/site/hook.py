@@ -151,8 +151,16 @@ def on_post_page(output: str, page: Page, config: Any) -> str:
     file.parent.mkdir(parents=True, exist_ok=True)
     names = r"- `\1`"
     file.write_text(re.sub(r"^::: (\S+)$", names, page.markdown or "", flags=re.MULTILINE), encoding="utf-8")
-    output = output.replace("<th></th>", "<td></td>")  # above the names of rows
-    return output.replace(SEARCH, f'{SEARCH} aria-label="Search the pages"')
+    return with_named_search(output.replace("<th></th>", "<td></td>"))  # above the names of rows
+
+
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """Return the page of error 404, which is no page of ours, with a name for its search, too."""
+    return with_named_search(output)
+
+
+def with_named_search(html: str) -> str:
+    return html.replace(SEARCH, f'{SEARCH} aria-label="Search the pages"')
 
 
 def on_nav(nav: Any, config: Any, **_: Any) -> None:

@@ -1,14 +1,22 @@
-"""The site: built strictly, nothing asked of other servers, each page as Markdown beside its HTML."""
+"""The site: built strictly, nothing asked of other servers, each page as Markdown beside its HTML.
+
+What needs a browser is skipped without one: `pip install playwright axe-playwright-python` and Debian's `chromium`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urldefrag
 
 import pytest
@@ -58,7 +66,7 @@ class Links(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not all(map(installed_version, ("mkdocs-material", "mkdocstrings-python"))):
         pytest.skip("needs the extra `docs`")
-    place = tmp_path_factory.mktemp("site")
+    place = tmp_path_factory.mktemp("site") / "outrider"  # where site_url has it
     subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", place], cwd=ROOT, check=True)
     return place
 
@@ -110,6 +118,82 @@ def test_the_search_finds_keys_names_and_errors(site: Path) -> None:
     asked |= {"llama.cpp": "serving", "stale": "pairs-in-ci", "registry": "registry", "vocabulary": "formats"}
     for word, page in asked.items():
         assert any(word in entry["text"] + entry["title"] and page in entry["location"] for entry in index), word
+
+
+# What a new user types, and the page that answers it.
+QUESTIONS = {
+    "install": "start.html",
+    "which method": "guides/choosing-a-method.html",
+    "how many prompts": "guides/what-training-brings.html",
+    "out of memory": "troubleshooting.html",
+    "several GPUs": "guides/many-processes.html",
+    "prompts jsonl": "guides/data.html",
+    "serve with vllm": "guides/serving.html",
+    "same text as the target": "concepts/losslessness.html",
+    "target was fine-tuned": "guides/pairs-in-ci.html",
+    "what is tau": "concepts/words.html",
+    "push to hub": "guides/registry.html",
+    "real model": "guides/real-model.html",
+}
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs chromium")
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=site.parent))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/outrider/"
+    server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_and_the_browser_asks_no_other_server(
+    site: Path, address: str, browser: Any, scheme: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python").Axe()
+    page = browser.new_page(color_scheme=scheme, reduced_motion="reduce")
+    asked = list[str]()
+    page.on("request", lambda request: asked.append(request.url))
+    found = {}
+    for file in sorted(site.rglob("*.html")):
+        page.goto(address + file.relative_to(site).as_posix())
+        found[file.name] = [fault["id"] for fault in axe.run(page).response["violations"]]
+    assert {name: faults for name, faults in found.items() if faults} == {}
+    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
+
+
+@pytest.mark.slow
+def test_a_new_users_questions_are_answered_by_one_of_the_first_five_results(address: str, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto(address + "start.html", wait_until="networkidle")
+    missed = {}
+    for question, answer in QUESTIONS.items():
+        page.keyboard.press("/")
+        page.fill("input.md-search__input", question)
+        page.wait_for_timeout(1500)  # results are shown while words are typed
+        links = page.eval_on_selector_all(".md-search-result__item > a", "all => all.slice(0, 5).map(one => one.href)")
+        shown = [urldefrag(link.removeprefix(address).partition("?")[0])[0] for link in links]
+        if answer not in shown:
+            missed[question] = shown
+        page.keyboard.press("Escape")
+    assert missed == {}
 
 
 def test_the_assistants_page_names_the_verbs_without_json() -> None:

@@ -154,7 +154,7 @@ def on_post_page(output: str, page: Page, config: Any) -> str:
     return with_named_search(output.replace("<th></th>", "<td></td>"))  # above the names of rows
 
 
-def on_post_template(output: str, template_name: str, config: Any) -> str:
+def on_post_template(output: str, **_: Any) -> str:
     """Return the page of error 404, which is no page of ours, with a name for its search, too."""
     return with_named_search(output)
 

@@ -82,25 +82,33 @@ def open_canary(learning: Learning) -> Event:
 
 
 def require_same_answers(learning: Learning) -> None:
-    """Raise BadInputError if the two servers answer questions of the traffic differently, at temperature 0."""
-    from ..common.http_client import ModelList, ask
-    from ..common.http_client import read_answer as read_json_answer
+    """Raise BadInputError if the two servers answer questions of the traffic differently, at temperature 0.
+
+    Or if one of them tells no rounds: a canary would wait for evidence in vain.
+    """
+    from ..common.http_client import ModelList, ask, read_answer
     from ..common.untrusted_files import parse_json, read_text
-    from .traffic import read_answer
+    from .traffic import CountedAnswer, counted_answer
 
     lines = read_text(learning.folder_of(learning.state.open) / "held-out.jsonl").splitlines()[:_ASKED]
     for row in (parse_json(line, "held-out.jsonl") for line in lines):
         is_chat = "messages" in row
         asked = {"messages": row["messages"][:-1]} if is_chat else {"prompt": row["prompt"]}
-        found = dict[str, str]()
+        found = dict[str, CountedAnswer]()
         for url in learning.config.servers:
-            model = read_json_answer(ModelList, ask(f"{url}/v1/models"), url).data[0].id
+            model = read_answer(ModelList, ask(f"{url}/v1/models"), url).data[0].id
             body = asked | {"model": model, "max_tokens": 32, "temperature": 0}
             place = f"{url}/v1/{'chat/' * is_chat}completions"
-            found[url] = read_answer(ask(place, json.dumps(body).encode())).text
-        if len(set(found.values())) > 1:
+            found[url] = counted_answer(ask(place, json.dumps(body).encode()))
+            if found[url].counts is None:
+                raise BadInputError(
+                    f"--canary: {url} tells no rounds of a request; expected llama.cpp's `timings` or vLLM's `metrics` "
+                    "(start it with --per-request-spec-decode-metrics summary)."
+                )
+        texts = {url: answer.text for url, answer in found.items()}
+        if len(set(texts.values())) > 1:
             raise BadInputError(
-                f"--canary: the servers answer {str(asked)[:80]!r} differently at temperature 0: {found}; expected one "
+                f"--canary: the servers answer {str(asked)[:80]!r} differently at temperature 0: {texts}; expected one "
                 "target behind both, and lossless drafting. Look at what they serve."
             )
 
@@ -141,7 +149,7 @@ class Service:
 
     def _count(self, exchange: Exchange) -> None:
         """Count an exchange for the canary; a server that fails is rolled back at once."""
-        from .traffic import read_answer
+        from .traffic import counted_answer
 
         learning, state = self.learning, self.learning.state
         if exchange.new and exchange.failure:
@@ -149,7 +157,7 @@ class Service:
             return
         if exchange.status >= 400 or exchange.failure:
             return
-        counts = read_answer(bytes(exchange.response)).counts if exchange.whole else None
+        counts = counted_answer(bytes(exchange.response)).counts if exchange.whole else None
         told = {"tokens": counts[0], "rounds": counts[1]} if counts else {}
         category = learning.config.reading().category(exchange.request)
         learning.add("request", state.open, new=exchange.new, category=category, **told)

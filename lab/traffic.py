@@ -69,14 +69,49 @@ class _Timings(ForeignModel):
     predicted_n: Count
     draft_n_accepted: Count = 0
 
+    @property
+    def counts(self) -> tuple[float, float]:
+        tokens = max(self.predicted_n - 1, 0)
+        return tokens, max(tokens - self.draft_n_accepted, 0)  # what is no kept draft came out of a round
+
+
+class _Usage(ForeignModel):
+    completion_tokens: Count = 0
+
+
+class _Drafting(ForeignModel):
+    """What vLLM (0.32) tells of a request under `--per-request-spec-decode-metrics`: rounds with drafts, those kept."""
+
+    num_spec_steps: Count
+    num_accepted_draft_tokens: Count
+
+    def counts(self, completion_tokens: float) -> tuple[float, float]:
+        """Return tokens and rounds; where nothing was found to draft there are rounds beside these steps."""
+        tokens = max(completion_tokens - 1, 0)
+        return tokens, max(tokens - self.num_accepted_draft_tokens, self.num_spec_steps)
+
+
+class _Metrics(ForeignModel):
+    speculative_decoding: _Drafting | None = None
+
 
 class _Response(ForeignModel):
     choices: list[_Choice] = Field(default=[])
     timings: _Timings | None = None
+    usage: _Usage | None = None
+    metrics: _Metrics | None = None
+
+    @property
+    def counts(self) -> tuple[float, float] | None:
+        """Tokens that came out of rounds, and these rounds, as far as this part tells them."""
+        if self.timings is not None:
+            return self.timings.counts
+        drafting = None if self.metrics is None else self.metrics.speculative_decoding
+        return None if drafting is None or self.usage is None else drafting.counts(self.usage.completion_tokens)
 
 
 @dataclass(frozen=True)
-class Answer:
+class CountedAnswer:
     """An answer as it was served.
 
     Attributes:
@@ -90,7 +125,7 @@ class Answer:
     counts: tuple[float, float] | None
 
 
-def read_answer(body: bytes) -> Answer:
+def counted_answer(body: bytes) -> CountedAnswer:
     """Return the answer in a response, streamed or not. Unreadable: it is none of OpenAI's interface."""
     events = [body]
     if body.lstrip().startswith(_EVENT):
@@ -99,11 +134,9 @@ def read_answer(body: bytes) -> Answer:
     choices = [part.choices[0] for part in parts if part.choices]
     spoken = [choice.message or choice.delta or _Message(content=choice.text) for choice in choices]
     ended = [choice.finish_reason for choice in choices if choice.finish_reason]
-    counts = None
-    for timings in (part.timings for part in parts if part.timings is not None):
-        tokens = max(timings.predicted_n - 1, 0)
-        counts = (tokens, max(tokens - timings.draft_n_accepted, 0))  # what is no kept draft came out of a round
-    return Answer("".join(message.text or "" for message in spoken), ended[-1] if ended else "", counts)
+    counts = [part.counts for part in parts if part.counts is not None]
+    text = "".join(message.text or "" for message in spoken)
+    return CountedAnswer(text, ended[-1] if ended else "", counts[-1] if counts else None)
 
 
 def _read(model: type[Model], content: bytes, where: str) -> Model:
@@ -119,7 +152,7 @@ class Row(ForeignModel, extra="forbid"):
     Attributes:
         digest: of what was asked: rows that ask the same have the same one.
         messages: of a chat; prompt: of a plain completion.
-        tokens, rounds: as in `Answer.counts`; None where the server told none.
+        tokens, rounds: as in `CountedAnswer.counts`; None where the server told none.
     """
 
     digest: str
@@ -171,7 +204,7 @@ class Reading:
         Raises:
             Unreadable: one of the two is not what OpenAI's interface has.
         """
-        asked, answer = _read(_Request, request, "the request"), read_answer(response)
+        asked, answer = _read(_Request, request, "the request"), counted_answer(response)
         prompt = self.redacted(asked.prompt if isinstance(asked.prompt, str) and not asked.messages else "")
         is_text = all(message.text is not None for message in asked.messages) and (asked.messages or prompt)
         if asked.tools or not is_text or not answer.text or answer.ended not in ("stop", "length"):

@@ -36,8 +36,8 @@ from outrider.lab.traffic import (
     Row,
     Spending,
     TrafficFiles,
+    counted_answer,
     drawn,
-    read_answer,
     read_models,
     spending,
 )
@@ -121,7 +121,27 @@ def test_a_streamed_answer_is_the_same_row() -> None:
     parts = [{"choices": [{"delta": {"content": text}}]} for text in ("I", " do.")]
     parts += [{"choices": [{"delta": {}, "finish_reason": "stop"}], "timings": SAID["timings"]}]
     streamed = b"".join(b"data: " + body(part) + b"\n\n" for part in parts) + b"data: [DONE]\n\n"
-    assert read_answer(streamed) == read_answer(body(SAID))
+    assert counted_answer(streamed) == counted_answer(body(SAID))
+
+
+# Of vLLM 0.32 with n-grams, under `--per-request-spec-decode-metrics summary`.
+DRAFTED = {"acceptance_histogram": [8, 0, 0, 1, 1], "num_spec_steps": 10, "num_accepted_draft_tokens": 7}
+METRICS = {"usage": {"completion_tokens": 24}, "metrics": {"tokens_per_second": None, "speculative_decoding": DRAFTED}}
+
+
+def test_rounds_are_read_from_vllms_metrics_streamed_or_not() -> None:
+    """23 tokens after the first, 7 of them drafts: 16 rounds, in 10 of which there was something to draft."""
+    whole = {"choices": [{"text": "I do.", "finish_reason": "stop"}]}
+    parts = [{"choices": [{"text": "I"}]}, {"choices": [{"text": " do.", "finish_reason": "stop"}]}]
+    streamed = b"".join(b"data: " + body(part) + b"\n\n" for part in [*parts, {"choices": [], **METRICS}])
+    assert counted_answer(body(whole | METRICS)).counts == (23, 16)
+    assert counted_answer(streamed + b"data: [DONE]\n\n") == counted_answer(body(whole | METRICS))
+    # The last round kept a draft more than the answer had room for.
+    cut = {"num_spec_steps": 9, "num_accepted_draft_tokens": 15}
+    told = {"usage": {"completion_tokens": 24}, "metrics": {"speculative_decoding": cut}}
+    assert counted_answer(body(whole | told)).counts == (23, 9)
+    for untold in ({"metrics": None}, {"metrics": {"speculative_decoding": None}, "usage": {"completion_tokens": 24}}):
+        assert counted_answer(body(whole | untold)).counts is None
 
 
 @pytest.mark.parametrize(
@@ -467,6 +487,12 @@ def listens(client: httpx.Client) -> bool:
 def test_a_server_of_another_target_is_no_canary(config_file: Path, servers: list[Echo]) -> None:
     servers[0].answer, servers[1].answer = engine(0.5), engine(0.5, "I do not.")
     with pytest.raises(BadInputError, match=r"answer .* differently at temperature 0"):
+        opened_canary(config_file, servers)
+
+
+def test_a_server_that_tells_no_rounds_is_no_canary(config_file: Path, servers: list[Echo]) -> None:
+    servers[0].answer = body({"choices": SAID["choices"]})
+    with pytest.raises(BadInputError, match="tells no rounds of a request; .* --per-request-spec-decode-metrics"):
         opened_canary(config_file, servers)
 
 

@@ -104,10 +104,11 @@ def layout_of(to: str, drafter: str) -> ExportLayout:
     if to not in LAYOUTS:
         known = [*LAYOUTS, *_OTHER_NAMES]
         raise BadInputError(f"unknown format or engine {to!r}; {did_you_mean(to, known)}known: {', '.join(known)}.")
-    if not head_class(drafter).trainable:
+    if not head_class(drafter).trainable and drafter not in LAYOUTS[to]:
         raise IncompatibleError(
-            f"a {drafter} drafter has no weights to export: it is a setting of the engine (vLLM: "
-            '{"method": "ngram", "prompt_lookup_max": …} or {"method": "suffix"}, SGLang: NGRAM).'
+            f"{to} reads no {drafter} drafter. One without weights is a setting of the engine (vLLM: "
+            '{"method": "ngram", "prompt_lookup_max": …} or {"method": "suffix"}, SGLang: NGRAM); of one that is made '
+            "around a trained drafter, export that one."
         )
     if drafter not in LAYOUTS[to]:
         others = [name for name, layouts in LAYOUTS.items() if drafter in layouts]

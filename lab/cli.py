@@ -8,6 +8,7 @@ import typer
 
 from ..scripts.help_examples import examples_by_verb
 from ..scripts.verb_group import VerbGroup
+from .candidates_verb import candidates
 from .capacity import capacity
 from .gate_verb import gate
 from .grow_verb import grow
@@ -21,6 +22,7 @@ from .watch_verb import watch
 
 _EXAMPLES = """
 outrider lab vocab embedded-eagle3 --size 1024 --size 2048
+outrider lab candidates runs/pair-v1 --out runs/candidates --rank 64 --candidates 64
 outrider lab capacity runs/pair-v1 --arrivals 2 --arrivals 20
 outrider lab capacity runs/pair-v1 --arrivals 20 --latency 1.5 --max-batch 64 --json
 outrider lab replay runs/pair-v1 --limit 5
@@ -41,7 +43,7 @@ outrider lab watch http://127.0.0.1:8000 --once --state watch.json
 """
 
 lab_app = typer.Typer(no_args_is_help=True, help="Young or rare tools, and tools for authors of drafters.")
-for _verb in (capacity, gate, grow, learn, replay, report, search, transplant, vocab, watch):
+for _verb in (candidates, capacity, gate, grow, learn, replay, report, search, transplant, vocab, watch):
     lab_app.command()(_verb)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..pair.manifest import Figure
 from ..scripts.json_schemas import REPORT
+from .candidates import CandidateFigures
 from .claims import Contradiction
 from .learning import Event
 from .load_simulation import Capacity
@@ -28,6 +29,7 @@ class TrendVersion:
 
 BODIES: dict[str, Any] = {
     "vocab": VocabularyReport,
+    "candidates": CandidateFigures,
     "capacity": Capacity,
     "replay": Replayed,
     "search": REPORT,

@@ -174,7 +174,7 @@ def test_a_folder_that_holds_something_is_left_alone(target, make_drafter, tmp_p
 def test_an_unknown_engine_and_an_unserved_drafter_are_refused_with_what_is_known(export):
     with pytest.raises(BadInputError, match="unknown format or engine 'vlm'; did you mean 'vllm'"):
         export("eagle3", "vlm")
-    with pytest.raises(IncompatibleError, match="no weights to export: it is a setting of the engine"):
+    with pytest.raises(IncompatibleError, match="without weights is a setting of the engine"):
         export("ngram")
     with pytest.raises(IncompatibleError, match=r"sglang serves no medusa drafter.*can go to: vllm, medusa"):
         export("medusa", "sglang")

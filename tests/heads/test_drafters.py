@@ -91,7 +91,19 @@ def tli(target: Target, llama: Callable) -> Drafter:
     )
 
 
+def among(drafter: Maker, rank: int, num_candidates: int) -> Maker:
+    """Return a function that makes a head which drafts among candidates, of factors that are not fitted."""
+
+    def make(target: Target, llama: Callable) -> Drafter:
+        head: Any = HEADS["candidates"]
+        return head.over(drafter(target, llama), rank, num_candidates)
+
+    return make
+
+
 ALL_MAKERS: dict[str, Maker] = {
+    "candidates": among(built("eagle3"), 8, 62),  # one of few tokens is always there
+    "candidates pruned": among(built("eagle1", **PRUNED), 4, 19),
     "cascade": cascade(lambda _, llama: model(llama), Ngram),
     "cascade deeper": cascade(lambda _, llama: model(llama), Suffix, model_depth=2),
     "cascade eagle3": cascade(built("eagle3"), Ngram, vertical=False, model_depth=2),

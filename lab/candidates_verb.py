@@ -1,0 +1,66 @@
+"""`outrider lab candidates`: factors of a trained head's output embedding, fitted, measured and saved with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from ..common.places import require_new
+from ..scripts.options import AsJson, named_pair, pair_of, pairs_like, recipe_of
+from ..scripts.output import console_for, finish, print_lines
+
+
+def candidates(
+    name: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PAIR|RECIPE",
+            autocompletion=pairs_like,
+            callback=named_pair,
+            help="A pair, or a recipe that was trained, of an eagle1 or an eagle3.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="A new folder, for the drafter.")],
+    rank: Annotated[int, typer.Option(min=1, help="Of the factors.")] = 64,
+    num: Annotated[int, typer.Option("--candidates", min=1, help="Tokens that each draft is chosen from.")] = 64,
+    steps: Annotated[int, typer.Option(min=0, help="Of training, after the closed form.")] = 200,
+    prompts: Annotated[int, typer.Option(min=1, help="Of the training data, which are answered to fit the factors.")] = 64,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts per suite to measure (default: all).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a head choose drafts from a few candidates, so that its output embedding is not read whole."""
+    require_new(out, "the drafter")
+    is_pair = (name / "pair.json").is_file()
+    recipe = pair_of(name).recipe() if is_pair else recipe_of(str(name), None)
+    from ..common.atomic import replacing_folder
+    from ..common.locks import locked
+    from ..distill.recipe_prompts import recipe_prompts
+    from ..scripts.eval_setup import EvalOptions, load_setup
+    from .candidates import Candidates, figures, fit, states_of
+
+    settings: dict[str, Any] = {} if limit is None else {"limit": limit}
+    setup = load_setup(str(name), EvalOptions(settings=settings, quick=True))
+    target, plan, console = setup.target, setup.plan, console_for(as_json)
+    drafter = Candidates.over(setup.drafter, rank, num)
+    drafter.check(target)
+    few = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": prompts})})
+    asked = [p.tokens for p in recipe_prompts(few, target.require_tokenizer(), console).prompts if not p.images]
+    states = states_of(setup.drafter, target, asked, setup.settings.max_new_tokens, plan)
+    fit(drafter, target, states, steps)
+    body = figures(drafter, target, plan, setup.suites, setup.settings)
+    with locked(out):
+        require_new(out, "the drafter")
+        with replacing_folder(out) as building:
+            drafter.save(building)
+    alone, among = body.tau
+    lines = [
+        f"[green]✓[/green] {escape(str(out))}: {body.num_candidates} of {body.outputs:,} tokens a draft, by factors of rank "
+        f"{body.rank}, fitted to {len(states):,} drafts; the most probable token is there in {body.argmax:.1%}",
+        f"at temperature {body.temperature:g}: τ {alone.text()}, among candidates {among.text()}; {body.speed.text(unit='×')} "
+        "the speed",
+        "Measure it: outrider eval … --drafter FOLDER",
+    ]
+    finish(as_json, "candidates", body, show=lambda: print_lines(lines))

@@ -1,4 +1,4 @@
-"""A candidate head: factors of low rank find the few tokens that an EAGLE head's output embedding then scores (EAGLE-4).
+"""A candidate head: factors of low rank find the tokens that an EAGLE head's output embedding then scores (EAGLE-4).
 
 The output embedding W is most of what a draft step reads. Here S (D h) picks the N tokens that are most probable by it,
 their logits are those of W's own rows, and no other token is drafted: another distribution q, to which every
@@ -6,8 +6,8 @@ verification rule is as exact as to any (github.com/eagle-hq/EAGLE-4).
 
 The factors are fitted after the head, to the hidden states h of real drafting, in closed form. With C = E[h hᵀ], W less
 the mean row that its probabilities p give (softmax does not see it) and P = diag(p), U are the first r eigenvectors of
-C^½ Wᵀ P W C^½, and S = W C^½ U, D = Uᵀ C^−½: the least mean square of the logits' errors, weighted by p. Training then
-lessens KL(softmax(W h) ‖ softmax(S D h)), as NeMo AutoModel's second stage does.
+C^½ Wᵀ P W C^½, and S = W C^½ U, D = Uᵀ C^−½: the least mean square of the logits' errors, weighted by p. NeMo AutoModel
+begins with the singular vectors of W alone, and trains.
 
 Shapes: B rows, Q nodes, N candidates, r rank, H hidden size, V' draft vocabulary, T hidden states.
 """
@@ -30,7 +30,7 @@ from ..eval.reports.figures import Interval, speed_ratio, tau_ratio
 from ..eval.suites import Suite, make_jobs
 from ..eval.summary import bootstrap_of
 from ..heads import Drafter, DrafterConfig, drafter_config
-from ..heads.eagle import Eagle1, Eagle3, FeatureDrafter, FeatureSession
+from ..heads.eagle import Eagle1, Eagle3, FeatureConfig, FeatureDrafter, FeatureSession
 from ..heads.session import Abilities
 from ..recipes import EvalSpec
 from ..targets import RaggedCache, Target
@@ -38,7 +38,6 @@ from ..targets import RaggedCache, Target
 _HEADS = (Eagle1, Eagle3)  # and no class that is made of them
 _AT_ONCE = 16  # prompts that are answered in one batch
 _CHUNK = 256  # hidden states whose logits exist at a time
-_RATE = 1e-3  # of training
 _LEAST = 1e-6  # of the largest variance of a hidden state's directions: those with less count as so much
 
 
@@ -75,7 +74,7 @@ class Candidates(Drafter[CandidatesConfig]):
         kind, settings = drafter_config(config.head, "candidates.head")
         if kind not in _HEADS:
             raise BadInputError(f"candidates: the head must be an eagle1 or an eagle3 drafter, found {kind.name!r}.")
-        self.head = head or cast(FeatureDrafter, kind(settings))
+        self.head = head or cast(type[FeatureDrafter], kind)(cast(FeatureConfig, settings))
         outputs, size = self.head.config.draft_vocab_size, self.head.config.hidden_size
         for name, most in (("num_candidates", outputs), ("rank", size)):
             if (value := getattr(config, name)) > most:
@@ -100,10 +99,6 @@ class Candidates(Drafter[CandidatesConfig]):
         return self.head.taps
 
     @property
-    def trained_depth(self) -> int | None:
-        return self.head.trained_depth
-
-    @property
     def abilities(self) -> Abilities:
         return self.head.abilities
 
@@ -112,8 +107,7 @@ class Candidates(Drafter[CandidatesConfig]):
         return self.head.output_ids
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        kept = len(self.scores.weight) * self.down.in_features * target.dtype.itemsize
-        return self.head.state_bytes(target, batch_size, max_length, spare) + kept * self._copies_rows
+        return self.head.state_bytes(target, batch_size, max_length, spare)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
@@ -122,26 +116,23 @@ class Candidates(Drafter[CandidatesConfig]):
         session.embed_output = self.output_of(target)
         return session
 
-    @property
-    def _copies_rows(self) -> bool:
-        return isinstance(self.head, Eagle1) and self.output_ids is not None
-
-    def rows(self, target: Target) -> Tensor:
-        """Return the rows of the head's output embedding, `[V', H]`."""
+    def table(self, target: Target) -> tuple[Tensor, Tensor | None]:
+        """Return the head's output embedding `[·, H]`, and which of its rows are outputs, `[V']`; None for all."""
         if isinstance(self.head, Eagle3):
-            return self.head.lm_head.weight
-        rows = cast(Tensor, target.model.get_output_embeddings().weight)
-        return rows if self.output_ids is None else rows[self.output_ids]
+            return self.head.lm_head.weight, None
+        return target.model.get_output_embeddings().weight, self.output_ids
 
     def output_of(self, target: Target) -> Callable[[Tensor], Tensor]:
         """Return what gives draft logits `[B, Q, V']` of states `[B, Q, H]`: −inf but for each state's candidates."""
-        weight, scaled = self.rows(target).detach(), isinstance(self.head, Eagle1)
+        (table, ids), shared = self.table(target), isinstance(self.head, Eagle1)
 
         def embed_output(finished: Tensor) -> Tensor:
             found = self.scores(self.down(finished)).topk(self.config.num_candidates, -1, sorted=False).indices
-            logits = (weight[found] @ finished.to(weight.dtype)[..., None])[..., 0]  # [B, Q, N]
-            logits = target.scale(logits) if scaled else logits
-            return logits.new_full((*found.shape[:-1], len(weight)), float("-inf")).scatter(-1, found, logits)
+            rows = table[found if ids is None else ids[found]]  # [B, Q, N, H]
+            logits = (rows @ finished.to(rows.dtype)[..., None])[..., 0]
+            logits = target.scale(logits) if shared else logits
+            nowhere = logits.new_full((*found.shape[:-1], self.scores.out_features), float("-inf"))
+            return nowhere.scatter(-1, found, logits)
 
         return embed_output
 
@@ -149,9 +140,7 @@ class Candidates(Drafter[CandidatesConfig]):
 class _Recorder(Candidates):
     """A head that drafts alone, and keeps the states that its output embedding reads."""
 
-    def __init__(self, config: CandidatesConfig, head: FeatureDrafter | None = None):
-        super().__init__(config, head)
-        self.states: list[Tensor] = []
+    states: list[Tensor]
 
     def packed_as(self, target: Target) -> Self:
         return self  # a copy would keep them elsewhere
@@ -169,45 +158,29 @@ class _Recorder(Candidates):
 def states_of(head: Drafter, target: Target, prompts: Sequence[Sequence[int]], length: int, plan: Plan) -> Tensor:
     """Return the states that a head's output embedding reads, `[T, H]`, while it drafts answers of `length` tokens."""
     recorder = _Recorder.over(head, 1, 1)
+    recorder.states = []
     for start in range(0, len(prompts), _AT_ONCE):
         Decoder(target, recorder, static=False).generate(prompts[start : start + _AT_ONCE], length, plan=plan)
     return torch.cat(recorder.states).clone()  # outside of inference mode
 
 
-def fit(drafter: Candidates, target: Target, states: Tensor, steps: int) -> None:
-    """Set the factors in closed form, by the states `[T, H]` that the output embedding reads, and train them on."""
-    down, scores = (nn.Parameter(factor.float()) for factor in closed_form(drafter, target, states))
-    optimizer = torch.optim.Adam([down, scores], lr=_RATE)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(1, steps))
-    chance = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        read = states[torch.randint(len(states), (_CHUNK,), generator=chance).to(states.device)]
-        with torch.no_grad():
-            wanted = _logits(drafter, target, read).softmax(-1)
-        optimizer.zero_grad()
-        found = (read.float() @ down.T @ scores.T).log_softmax(-1)
-        nn.functional.kl_div(found, wanted, reduction="batchmean").backward()
-        optimizer.step()
-        schedule.step()
-    drafter.down.weight.data.copy_(down.data)
-    drafter.scores.weight.data.copy_(scores.data)
-
-
 @torch.no_grad()
-def closed_form(drafter: Candidates, target: Target, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors D `[r, H]` and S `[V', r]` of the module's docstring, in float64."""
-    rows, known = drafter.rows(target).double(), states.double()
+def fit(drafter: Candidates, target: Target, states: Tensor) -> None:
+    """Set the factors in closed form, by the states `[T, H]` that the output embedding reads, in float64."""
+    table, ids = drafter.table(target)
+    rows, known = (table if ids is None else table[ids]).double(), states.double()
     shares = torch.zeros_like(rows[:, 0])
     for part in states.split(_CHUNK):
         shares += _logits(drafter, target, part).softmax(-1).double().sum(0)
     shares = (shares / len(states) + 1 / len(rows)) / 2  # tokens that were never probable count a little, too
-    rows = rows - shares @ rows
+    mean = shares @ rows
     values, directions = torch.linalg.eigh(known.T @ known / len(known))
     values = values.clamp(min=_LEAST * float(values[-1]))
     root, inverse = ((directions * values**power) @ directions.T for power in (0.5, -0.5))
-    spread = rows @ root
-    first = torch.linalg.eigh(spread.T @ (shares[:, None] * spread)).eigenvectors[:, -drafter.config.rank :]
-    return first.T @ inverse, spread @ first
+    gram = rows.T @ (shares[:, None] * rows) - mean[:, None] * mean
+    first = torch.linalg.eigh(root @ gram @ root).eigenvectors[:, -drafter.config.rank :]
+    drafter.down.weight.copy_(first.T @ inverse)
+    drafter.scores.weight.copy_((rows - mean) @ (root @ first))
 
 
 @torch.no_grad()
@@ -235,9 +208,6 @@ class CandidateFigures(BaseModel, extra="forbid"):
         tau: of the head alone, and among candidates. speed: tokens/s among candidates divided by the head's alone.
     """
 
-    rank: int
-    num_candidates: int
-    outputs: int
     temperature: float
     argmax: float
     mass: float
@@ -258,9 +228,6 @@ def figures(
     prompts = [job.prompt.tokens for job in make_jobs(suites, settings.limit)]
     argmax, mass = recall(drafter, target, states_of(drafter.head, target, prompts, settings.max_new_tokens, plan))
     return CandidateFigures(
-        rank=drafter.config.rank,
-        num_candidates=drafter.config.num_candidates,
-        outputs=drafter.scores.out_features,
         temperature=temperature,
         argmax=argmax,
         mass=mass,

@@ -26,8 +26,7 @@ def candidates(
     out: Annotated[Path, typer.Option(help="A new folder, for the drafter.")],
     rank: Annotated[int, typer.Option(min=1, help="Of the factors.")] = 64,
     num: Annotated[int, typer.Option("--candidates", min=1, help="Tokens that each draft is chosen from.")] = 64,
-    steps: Annotated[int, typer.Option(min=0, help="Of training, after the closed form.")] = 200,
-    prompts: Annotated[int, typer.Option(min=1, help="Of the training data, which are answered to fit the factors.")] = 64,
+    prompts: Annotated[int, typer.Option(min=1, help="Of the training data: fitted to their answers.")] = 64,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts per suite to measure (default: all).")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -46,10 +45,12 @@ def candidates(
     target, plan, console = setup.target, setup.plan, console_for(as_json)
     drafter = Candidates.over(setup.drafter, rank, num)
     drafter.check(target)
-    few = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": prompts})})
-    asked = [p.tokens for p in recipe_prompts(few, target.require_tokenizer(), console).prompts if not p.images]
+    measured = {digest for suite in setup.suites for prompt in suite.prompts for digest in prompt.asked_digests()}
+    few = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": prompts, "allow_leaks": True})})
+    found = recipe_prompts(few, target.require_tokenizer(), console).prompts
+    asked = [p.tokens for p in found if not p.images and measured.isdisjoint(p.asked_digests())]
     states = states_of(setup.drafter, target, asked, setup.settings.max_new_tokens, plan)
-    fit(drafter, target, states, steps)
+    fit(drafter, target, states)
     body = figures(drafter, target, plan, setup.suites, setup.settings)
     with locked(out):
         require_new(out, "the drafter")
@@ -57,10 +58,10 @@ def candidates(
             drafter.save(building)
     alone, among = body.tau
     lines = [
-        f"[green]✓[/green] {escape(str(out))}: {body.num_candidates} of {body.outputs:,} tokens a draft, by factors of rank "
-        f"{body.rank}, fitted to {len(states):,} drafts; the most probable token is there in {body.argmax:.1%}",
-        f"at temperature {body.temperature:g}: τ {alone.text()}, among candidates {among.text()}; {body.speed.text(unit='×')} "
-        "the speed",
-        "Measure it: outrider eval … --drafter FOLDER",
+        f"[green]✓[/green] {escape(str(out))}: {num} of {drafter.scores.out_features:,} tokens a draft, by "
+        f"factors of rank {rank} that were fitted to {len(states):,} drafts",
+        f"the most probable token is there in {body.argmax:.1%}, {body.mass:.1%} of the probability in all",
+        f"at temperature {body.temperature:g}: τ {alone.text()} alone, {among.text()} among candidates, at "
+        f"{body.speed.text(unit='×')} the speed",
     ]
     finish(as_json, "candidates", body, show=lambda: print_lines(lines))

@@ -15,8 +15,8 @@ from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode.sampling import probabilities
 from outrider.formats.engines import layout_of
-from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, PEagle, PEagleConfig, load_drafter
-from outrider.lab.candidates import Candidates, closed_form, fit, recall, states_of
+from outrider.heads import Eagle1, Eagle3, PEagle, load_drafter
+from outrider.lab.candidates import Candidates, fit, recall, states_of
 from outrider.targets import Target
 
 from ..closeness import assert_same, precisions
@@ -61,7 +61,9 @@ def test_candidates_have_the_heads_own_logits_and_others_none(kind, tiny_llama):
     assert (kept.sum(-1) == 7).all()
     assert_same(found[kept], whole[kept])
     by_factors = states @ among.down.weight.T @ among.scores.weight.T
-    assert (by_factors.masked_fill(~kept, torch.inf).amin(-1) >= by_factors.masked_fill(kept, -torch.inf).amax(-1)).all()
+    assert (
+        by_factors.masked_fill(~kept, torch.inf).amin(-1) >= by_factors.masked_fill(kept, -torch.inf).amax(-1)
+    ).all()
 
 
 @precisions(torch.float64)
@@ -75,7 +77,9 @@ def test_the_closed_form_is_the_best_of_its_rank(target):
     weighted = shares.sqrt()[:, None] * (rows @ spread)
     left, sizes, right = torch.linalg.svd(weighted, full_matrices=False)
     for rank in (4, 32):
-        down, scores = closed_form(over(head, rank, 8), target, states)
+        among = over(head, rank, 8)
+        fit(among, target, states)
+        down, scores = among.down.weight, among.scores.weight
         best = left[:, :rank] * sizes[:rank] @ right[:rank]
         assert_same(shares.sqrt()[:, None] * (scores @ down @ spread), best)
     assert_same(scores @ down, rows)
@@ -85,7 +89,7 @@ def test_of_full_rank_the_head_drafts_as_alone_at_temperature_0(target):
     """Then the most probable token is always a candidate, if there is only one."""
     for head in heads(target).values():
         among = over(head, 32, 1)
-        fit(among, target, states_of(head, target, PROMPTS, 30, Plan(3)), 0)
+        fit(among, target, states_of(head, target, PROMPTS, 30, Plan(3)))
         alone, found = (Decoder(target, d).generate(PROMPTS, 30, plan=Plan(3), ignore_eos=True) for d in (head, among))
         assert found.tokens == alone.tokens
         assert found.rounds == alone.rounds
@@ -99,20 +103,6 @@ def test_states_are_those_of_the_heads_own_drafts(target):
     drafted = sum(one.drafted for one in alone.rounds[0])
     assert states.shape == (drafted, 32)
     assert not states.is_inference()
-
-
-def test_training_lessens_the_divergence_and_recalls_more(target):
-    head = heads(target)["eagle3"]
-    states = 2 * drawn((2000, 32))
-    figures, lost = [], []
-    for steps in (0, 300):
-        among = over(head, 4, 6)
-        fit(among, target, states, steps)
-        figures.append(recall(among, target, states))
-        scored = among.scores(among.down(states)).log_softmax(-1)
-        lost.append(float(torch.nn.functional.kl_div(scored, head.lm_head(states).softmax(-1), reduction="batchmean")))
-    assert lost[1] < 0.98 * lost[0]
-    assert figures[1][1] > figures[0][1]
 
 
 def test_recall_is_counted(target):
@@ -183,7 +173,7 @@ def test_a_saved_one_is_checked_at_the_door(target, tiny_llama, tmp_path):
         with pytest.raises(BadInputError, match=said):
             load_drafter(tmp_path, target)
     (tmp_path / "config.json").write_text(config.replace('"rank": 4', '"rank": 5'))
-    with pytest.raises(IncompatibleError, match="does not fit its config.json"):
+    with pytest.raises(IncompatibleError, match="does not fit its config"):
         load_drafter(tmp_path, target)
 
 
@@ -196,5 +186,5 @@ def test_what_cannot_have_candidates_is_refused(target, tiny_llama):
     among = over(heads(target)["eagle1"], 4, 4)
     with pytest.raises(IncompatibleError, match="output embedding has a bias"):
         among.check(Target(biased))
-    with pytest.raises(IncompatibleError, match="vllm reads no candidates drafter.*export that one"):
+    with pytest.raises(IncompatibleError, match=r"vllm reads no candidates drafter.*export that one"):
         layout_of("vllm", "candidates")

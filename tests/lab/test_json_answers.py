@@ -7,6 +7,7 @@ from pathlib import Path
 from outrider.eval import Report
 from outrider.eval.reports.render import write_report
 from outrider.lab.json_bodies import BODIES
+from outrider.pair import Pair
 
 from ..scripts.conftest import Command, answer, succeeded
 
@@ -31,6 +32,15 @@ def test_the_answers_about_a_tuned_pair(outrider: Command, recipe_file: Path, tm
     searched = ["--candidates", 2, "--budget", 0.2, "--out", tmp_path / "searched", "eval.limit=1", "--json"]
     answer("search", outrider("lab", "search", recipe_file, taps, *searched))
     answer("vocab", outrider("lab", "vocab", recipe_file, taps, "--json"))
+    few = ["--rank", 4, "--candidates", 8, "--prompts", 4, "--limit", 1, "--json"]
+    among = answer("candidates", outrider("lab", "candidates", pair, "--out", tmp_path / "among", *few))
+    assert 0 < among["argmax"] <= 1
+    assert 0 < among["mass"] < 1
+    named = (recipe_file, taps, "--drafter", tmp_path / "among")
+    succeeded(outrider("eval", *named, "--limit", 1))
+    succeeded(outrider("pair", "new", tmp_path / "pair-among", *named))
+    succeeded(outrider("pair", "verify", tmp_path / "pair-among"))
+    assert Pair.load(tmp_path / "pair-among").open()[1].name == "candidates"
 
 
 def test_every_answer_is_shown_by_a_test() -> None:

@@ -506,7 +506,9 @@ class QuickstartBudget:
             values["data.holdout"] = 0.1  # the questions that are measured were the recipe's held-out ones
         else:
             values["data.max_new_tokens"] = self.new_tokens
-            values["data.features"] = "cached"  # the few responses are read several times
+            # The few responses are read several times; a busy machine would spend all of its training on their states.
+            slow = sizes is not None and sizes.seconds > 2 * self.seconds
+            values["data.features"] = "online" if slow else "cached"
         if sizes is not None:
             values |= {"target.dtype": sizes.dtype, "training.bf16": sizes.bf16}
             values |= {} if self.given else {"data.limit": sizes.prompts}

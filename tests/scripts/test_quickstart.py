@@ -104,16 +104,18 @@ def test_the_story_on_the_embedded_target_ends_well(tmp_path: Path) -> None:
 def test_a_slow_machine_gets_fewer_prompts_and_no_machine_fewer_than_the_least() -> None:
     """The story shrinks with the pace; what was recorded comes back as it was."""
     fast = Pace("float32", False, prefill=1e-4, answer=1e-3, step=0.09, token=4e-3)
-    budget, taken = QuickstartBudget(), []
+    budget, taken, states = QuickstartBudget(), [], []
     for factor in (1, 2, 4, 100):
         pace = replace(fast, **{n: factor * getattr(fast, n) for n in ("prefill", "answer", "step", "token")})
         sizes = QuickstartSizes.fitting(budget, pace)
         taken.append(sizes.prompts)
+        states += [change for change in budget.changes(Path("story"), sizes) if "data.features" in change]
         assert QuickstartSizes(**json.loads(json.dumps(asdict(sizes)))) == sizes
         if sizes.prompts > budget.least_prompts:
             assert expected_seconds(budget, sizes.prompts, pace) <= budget.seconds
     assert taken == sorted(taken, reverse=True)
     assert (taken[0], taken[-1]) == (budget.prompts, budget.least_prompts)
+    assert (states[0], states[-1]) == ('data.features="cached"', 'data.features="online"')
 
 
 def test_smollm2_is_fetched_first_and_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

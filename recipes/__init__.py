@@ -43,7 +43,7 @@ def load_recipe(
         BadInputError: no such recipe, not valid YAML (with line and column), an unknown key, or a wrong type.
     """
     file = recipe_file(str(path_or_name))
-    values = _read(file)
+    values = as_mapping(Recipe, parse_yaml(read_text(file, YAML.num_bytes), str(file)), str(file))
     for path, value in (changes or {}).items():
         _put(values, path.split("."), value, path)
     for change in overrides:
@@ -89,10 +89,6 @@ def recipe_file(name: str) -> Path:
         raise BadInputError(f"no recipe and no pair at {name!r}: there is no such file or folder.")
     names = difflib.get_close_matches(file.stem, packaged, n=4) or packaged
     raise BadInputError(f"no recipe at {name!r}: there is no such file; packaged recipes: {', '.join(names)}.")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return as_mapping(Recipe, parse_yaml(read_text(file, YAML.num_bytes), str(file)), str(file))
 
 
 def override(values: dict[str, Any], change: str) -> None:

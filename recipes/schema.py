@@ -547,7 +547,7 @@ _EXPECTED = {
 }
 
 
-def validated(form: type[Form], values: Any, where: str) -> Form:
+def validated(form: type[Form], values: object, where: str) -> Form:
     """Return what a mapping says, in the form. BadInputError: a line that begins with `where` for each fault."""
     try:
         return form.model_validate(as_mapping(form, values, where))
@@ -556,7 +556,7 @@ def validated(form: type[Form], values: Any, where: str) -> Form:
         raise BadInputError("\n".join(lines)) from None
 
 
-def as_mapping(form: type[BaseModel], values: Any, where: str) -> dict[str, Any]:
+def as_mapping(form: type[BaseModel], values: object, where: str) -> dict[str, Any]:
     """Return what a file holds, if it is a mapping; BadInputError names the keys that were expected."""
     if isinstance(values, dict):
         return values

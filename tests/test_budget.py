@@ -24,17 +24,17 @@ ROOMS = {
     "heads": 7640,
     "formats": 4390,
     "decode": 4010,
-    "recipes": 790,
+    "recipes": 810,
     "distill": 5230,
     "costs": 1200,
     "eval": 4830,
     "train": 4650,
     "pair": 3440,
     "serving": 2460,
-    "scripts": 4220,
+    "scripts": 4240,
     LAB: 9660,
 }
-OTHERS = {"tests": 55_370, "benchmarks": 4260}
+OTHERS = {"tests": 55_465, "benchmarks": 4260}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

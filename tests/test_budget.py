@@ -34,7 +34,7 @@ ROOMS = {
     "scripts": 4240,
     LAB: 9660,
 }
-OTHERS = {"tests": 55_465, "benchmarks": 4260}
+OTHERS = {"tests": 55_485, "benchmarks": 4260}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import os
 from pathlib import Path
 
@@ -49,3 +51,16 @@ def test_a_notebook_is_kept_without_what_it_printed(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert '"outputs": []' in text
     assert '"output_type"' not in text
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_what_a_notebook_imports_is_there(file: Path) -> None:
+    """Found in each run, not in those alone that execute it."""
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    statements = [node for text in code for node in ast.walk(ast.parse(text))]
+    ours = [node for node in statements if isinstance(node, ast.ImportFrom) and str(node.module).startswith("outrider")]
+    assert ours
+    for node in ours:
+        module = importlib.import_module(str(node.module))
+        assert [name.name for name in node.names if not hasattr(module, name.name)] == []

@@ -124,7 +124,8 @@ class Candidates(Drafter[CandidatesConfig]):
 
     def output_of(self, target: Target) -> Callable[[Tensor], Tensor]:
         """Return what gives draft logits `[B, Q, V']` of states `[B, Q, H]`: −inf but for each state's candidates."""
-        (table, ids), shared = self.table(target), isinstance(self.head, Eagle1)
+        table, ids = self.table(target)
+        shared = isinstance(self.head, Eagle1)
 
         def embed_output(finished: Tensor) -> Tensor:
             found = self.scores(self.down(finished)).topk(self.config.num_candidates, -1, sorted=False).indices

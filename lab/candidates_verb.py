@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -40,14 +40,13 @@ def candidates(
     from ..scripts.eval_setup import EvalOptions, load_setup
     from .candidates import Candidates, figures, fit, states_of
 
-    settings: dict[str, Any] = {} if limit is None else {"limit": limit}
-    setup = load_setup(str(name), EvalOptions(settings=settings, quick=True))
-    target, plan, console = setup.target, setup.plan, console_for(as_json)
+    setup = load_setup(str(name), EvalOptions(settings={} if limit is None else {"limit": limit}, quick=True))
+    target, plan = setup.target, setup.plan
     drafter = Candidates.over(setup.drafter, rank, num)
     drafter.check(target)
     measured = {digest for suite in setup.suites for prompt in suite.prompts for digest in prompt.asked_digests()}
     few = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": prompts, "allow_leaks": True})})
-    found = recipe_prompts(few, target.require_tokenizer(), console).prompts
+    found = recipe_prompts(few, target.require_tokenizer(), console_for(as_json)).prompts
     asked = [p.tokens for p in found if not p.images and measured.isdisjoint(p.asked_digests())]
     states = states_of(setup.drafter, target, asked, setup.settings.max_new_tokens, plan)
     fit(drafter, target, states)

@@ -24,22 +24,22 @@ ROOMS = {
     "heads": 7640,
     "formats": 4390,
     "decode": 4010,
-    "recipes": 810,
+    "recipes": 790,
     "distill": 5230,
     "costs": 1200,
     "eval": 4830,
     "train": 4650,
     "pair": 3440,
     "serving": 2460,
-    "scripts": 4240,
-    LAB: 9660,
+    "scripts": 4220,
+    LAB: 9960,
 }
-OTHERS = {"tests": 55_485, "benchmarks": 4260}
+OTHERS = {"tests": 55_580, "benchmarks": 4260}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,
     "imports inside functions, outside the command line": 26,
-    "Any": 753,
+    "Any": 754,
     "assignments of three values or more": 0,
 }
 # Files of ours that run in one round of an EAGLE-3 chain, and in one of its training steps. The goals are 8 and 5.

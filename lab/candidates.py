@@ -14,13 +14,11 @@ Shapes: B rows, Q nodes, N candidates, r rank, H hidden size, V' draft vocabular
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, cast
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor, nn
 
 from ..common import BadInputError, IncompatibleError
@@ -85,7 +83,8 @@ class Candidates(Drafter[CandidatesConfig]):
     @classmethod
     def over(cls, head: Drafter, rank: int, num_candidates: int) -> Self:
         """Return a trained head with factors that are still to be fitted, see `fit`."""
-        settings = json.loads(head.config.to_json_string())  # as a file holds them
+        values = head.config.to_dict().items()
+        settings = {name: list(v) if isinstance(v, tuple) else v for name, v in values}  # as a file holds them
         config = CandidatesConfig({"type": head.name, **settings}, rank, num_candidates)
         return cls(config, cast(FeatureDrafter, head)).to(next(head.parameters()))
 
@@ -201,7 +200,8 @@ def _logits(drafter: Candidates, target: Target, states: Tensor) -> Tensor:
     return drafter.head.embed_output(states, target).float()
 
 
-class CandidateFigures(BaseModel, extra="forbid"):
+@dataclass(frozen=True)
+class CandidateFigures:
     """What candidates cost and save, on prompts that they were not fitted to.
 
     Attributes:

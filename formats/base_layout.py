@@ -10,7 +10,7 @@ import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -24,10 +24,13 @@ from ..heads import Drafter, DrafterConfig
 from ..heads.saved import CONFIG, read_config
 from ..targets import Target
 from ..targets.model_folder import refuse_pickles
+from ..targets.quantised_files import dequantised
 from ..targets.weights import WEIGHT_TYPES, WEIGHTS, name_and_shape_faults, stored_tensors
+from .compression import Compressed, compress, require_meant
 from .engine_logits import ProbeSequence
 
 Fields = dict[str, Any]  # of a config.json
+_QUANTISED, _LAYERS = "quantization_config", "transformer_layer_config"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,12 @@ class DrafterFiles:
     def config_file(self) -> Path:
         return self.folder / CONFIG
 
+    def quantised(self, made: Compressed) -> DrafterFiles:
+        """Return the files of a drafter whose tensors were compressed."""
+        settings, layer = {_QUANTISED: made.settings}, self.config.get(_LAYERS)
+        settings = settings if layer is None else {_LAYERS: layer | settings}  # of which vLLM makes its whole config
+        return replace(self, config=self.config | settings, tensors=made.tensors)
+
     def save(self, folder: Path, weights: str = WEIGHTS, config: str = CONFIG) -> None:
         """Write config.json and the weights into `folder`, under these names."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,9 +62,11 @@ class DrafterFiles:
 
     @classmethod
     def load(cls, folder: str | Path) -> DrafterFiles:
-        """Read config.json and every safetensors file of `folder`.
+        """Read config.json and every safetensors file of `folder`; of quantised matrices, what they mean.
 
-        Raises BadInputError if there is no such checkpoint, or a damaged one, or one of pickles.
+        Raises:
+            BadInputError: there is no such checkpoint, or a damaged one, or one of pickles.
+            IncompatibleError: it was quantised in a way that is not read.
         """
         folder, tensors = Path(folder).expanduser(), dict[str, Tensor]()
         config = read_config(folder)
@@ -63,6 +74,9 @@ class DrafterFiles:
         for file in sorted(folder.glob("*.safetensors")):
             stored_tensors(file)  # refuses a damaged file
             tensors |= load_file(file)
+        for part in (config, config.get(_LAYERS)):
+            if isinstance(part, dict) and (settings := part.pop(_QUANTISED, None)) is not None:
+                tensors = dequantised(tensors, settings, str(folder))
         return cls(config, tensors, folder)
 
 
@@ -164,6 +178,8 @@ class ExportLayout(ABC, Generic[D, C]):
         served_as: the type of drafters whose method engines name for it; "" for its own.
         launch_settings: what vLLM's configuration of drafting says of it beside its method.
         precisions: that its matrices can be written in, beside their own.
+        has_output: the engine may read its output embedding quantised, too.
+        other_precisions: a sentence on others that its engine reads.
     """
 
     name: ClassVar[str]
@@ -175,7 +191,9 @@ class ExportLayout(ABC, Generic[D, C]):
     first_tap: ClassVar[int] = 0
     served_as: str = ""
     launch_settings: ClassVar[Fields] = {}
-    precisions: ClassVar[tuple[str, ...]] = ()
+    precisions: tuple[str, ...] = ()
+    has_output: ClassVar[bool] = False
+    other_precisions: ClassVar[str] = ""
 
     def lacks(self, config: C, num_layers: int) -> list[Unsupported]:
         """Return the settings of a drafter that cannot be written or served; `num_layers` are the target's."""
@@ -220,13 +238,23 @@ class ExportLayout(ABC, Generic[D, C]):
         """Return the layout's own name of a tensor that other programs spell in another way."""
         return name
 
-    def rounded(self, weight: Tensor, precision: str) -> Tensor:
-        """Return a weight as it is read from files of one of the `precisions`."""
-        raise NotImplementedError(f"{self.name} has no precisions.")
+    def rounded(self, drafter: D, target: Target, depth: int, precision: str) -> D:
+        """Return the drafter that files in one of the `precisions` hold."""
+        files = self.write(drafter, target, depth)
+        return self.read(replace(files, tensors=self._compressed(files, precision).meant), target)
 
     def save_as(self, drafter: D, target: Target, folder: Path, depth: int, precision: str) -> None:
         """Write the drafter into `folder` with matrices in one of the layout's `precisions`; "" for their own."""
-        self.save(drafter, target, folder, depth)
+        if not precision:
+            self.save(drafter, target, folder, depth)
+            return
+        files = self.write(drafter, target, depth)
+        made = self._compressed(files, precision)
+        files.quantised(made).save(folder)
+        require_meant(self.load(folder).tensors, made.meant, self.name)
+
+    def _compressed(self, files: DrafterFiles, precision: str) -> Compressed:
+        return compress(files.tensors, precision, self.has_output)
 
     def save(self, drafter: D, target: Target, folder: Path, depth: int) -> None:
         """Write the drafter into `folder`."""

@@ -25,6 +25,7 @@ from ..common import IncompatibleError
 from ..heads import DFlash, DFlash2, DFlashConfig, Drafter, DSpark, DSparkConfig
 from ..targets import Target
 from .base_layout import DrafterFiles, ExportLayout, Fields, Unsupported, fill, pruned_lacking
+from .compression import PRECISIONS
 from .engine_logits import Layers, ProbeSequence, Weights, output_table, require_unscaled, scale_field
 from .llama import (
     EMBEDDINGS,
@@ -162,6 +163,7 @@ class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
     def __init__(self, kind: BlockKind, vllm: bool = False):
         super().__init__(kind)
         self.vllm = vllm
+        self.precisions = PRECISIONS if vllm and kind.name == "dflash" else ()
 
     def lacks(self, config: DFlashConfig, num_layers: int) -> list[Unsupported]:
         lacks = taps_lacking(config.taps, num_layers)

@@ -8,6 +8,7 @@ Shapes: V vocabulary, k draft tokens.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -23,7 +24,8 @@ from ..common import BadInputError, IncompatibleError
 from ..heads import DraftModel, DraftModelConfig
 from ..targets import Target, load_causal_lm
 from ..targets.gguf_models import read_gguf
-from .base_layout import DrafterFiles, ExportLayout, Fields
+from .base_layout import D, DrafterFiles, ExportLayout, Fields
+from .compression import compress
 from .engine_logits import ProbeSequence, model_logits
 
 FILE = "draft.gguf"
@@ -48,17 +50,24 @@ _KINDS = {
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
 }
 # By the words that `--precision` takes.
-_PRECISIONS = {kind.name.lower(): kind for kind in (*_KINDS.values(), gguf.GGMLQuantizationType.Q8_0)}
+_BLOCKS = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+_PRECISIONS = {kind.name.lower(): kind for kind in (*_KINDS.values(), *(gguf.GGMLQuantizationType[b] for b in _BLOCKS))}
 
 
 class Precise:
     """Layouts of GGUF files, whose matrices can be of several precisions."""
 
-    precisions: ClassVar[tuple[str, ...]] = tuple(_PRECISIONS)
+    precisions: tuple[str, ...] = tuple(_PRECISIONS)
+    other_precisions: ClassVar[str] = (
+        " The gguf package reads Q4_K and the other K types, and rounds to none: llama-quantize makes them of f16."
+    )
 
-    def rounded(self, weight: Tensor, precision: str) -> Tensor:
-        """Return a weight as it is read from files of a precision."""
-        return rounded(weight, precision)
+    def rounded(self, drafter: D, target: Target, depth: int, precision: str) -> D:
+        """Return the drafter that files of a precision hold."""
+        drafter = copy.deepcopy(drafter)
+        for weight in drafter.parameters():
+            weight.data = rounded(weight.data, precision)
+        return drafter
 
 
 class Gguf(Precise, ExportLayout[DraftModel, DraftModelConfig]):
@@ -274,11 +283,17 @@ def _pre_tokenizer(backend: dict[str, Any]) -> str:
 
 
 class Plain(ExportLayout[DraftModel, DraftModelConfig]):
-    """Draft models."""
+    """Draft models.
+
+    `precisions`: those of `compression` that the engine reads.
+    """
 
     name = "hf"
     drafter = "draft_model"
     is_model = True
+
+    def __init__(self, precisions: tuple[str, ...] = ()):
+        self.precisions = precisions
 
     def write(self, drafter: DraftModel, target: Target, depth: int) -> DrafterFiles:
         return DrafterFiles(drafter.model.config.to_dict(), drafter.model.state_dict())
@@ -288,6 +303,18 @@ class Plain(ExportLayout[DraftModel, DraftModelConfig]):
         drafter.save(folder)
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(str(folder))
+
+    def rounded(self, drafter: DraftModel, target: Target, depth: int, precision: str) -> DraftModel:
+        made = compress(drafter.model.state_dict(), precision)
+        drafter = copy.deepcopy(drafter).cast(torch.float32)
+        drafter.model.load_state_dict(made.meant)
+        return drafter
+
+    def save_as(self, drafter: DraftModel, target: Target, folder: Path, depth: int, precision: str) -> None:
+        self.save(drafter, target, folder, depth)
+        if precision:
+            files = DrafterFiles.load(folder)
+            files.quantised(compress(files.tensors, precision)).save(folder)
 
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         return model_logits(load_causal_lm(str(files.folder), dtype=torch.float32, strict=True).eval(), passage)

@@ -22,6 +22,7 @@ from ..heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from ..targets import Target
 from .base_layout import DrafterFiles, ExportLayout, Fields, Unsupported, fill, pruned_lacking, with_prefix
 from .blocks import own_tensors
+from .compression import PRECISIONS
 from .engine_logits import (
     Flags,
     ProbeSequence,
@@ -47,6 +48,7 @@ class EagleLayout(ExportLayout[Eagle1, Eagle1Config]):
 
     def __init__(self, engine: Literal["vllm", "sglang", "eagle"]):
         self.engine, self.keeps_window = engine, engine == "vllm"
+        self.precisions = PRECISIONS if engine == "vllm" else ()
 
     def lacks(self, config: Eagle1Config, num_layers: int) -> list[Unsupported]:
         lacks = []

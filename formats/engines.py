@@ -18,6 +18,7 @@ from ..common.plugins import plugins
 from ..heads import DrafterConfig, head_class
 from .base_layout import ExportLayout, Fields
 from .blocks import DFLASH, DFLASH2, DSPARK, SpeculatorsBlocks
+from .compression import PRECISIONS
 from .draft_models import FILE as GGUF_FILE
 from .draft_models import Gguf, Plain
 from .eagle_layouts import EagleLayout, Sglang
@@ -34,7 +35,7 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
         "eagle3": Speculators(embeddings=False),
         "eagle1": EagleLayout("vllm"),
         "medusa": MedusaVllm(),
-        "draft_model": Plain(),
+        "draft_model": Plain(PRECISIONS),
         "mtp": NativeMtp(),
         "dflash": SpeculatorsBlocks(DFLASH, vllm=True),
         "dflash2": SpeculatorsBlocks(DFLASH2, vllm=True),

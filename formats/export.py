@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +12,12 @@ from ..common.errors import did_you_mean
 from ..common.places import require_new
 from ..heads import Drafter
 from ..targets import Target
-from .base_layout import ExportLayout, write_record
+from .base_layout import write_record
 from .engine_logits import difference, passage_of, require_same, session_logits
 from .engines import require_served
 from .lint import faults_of_writing
+
+PLAIN_PRECISIONS = ("f32", "f16", "bf16")  # of those that layouts have; all others quantise
 
 _log = logging.getLogger(__name__)
 
@@ -30,12 +31,14 @@ class Exported:
         difference: the largest difference between its logits, as the engine reads the files, and the drafter's own, in
             units of their spread; of a drafter that was rounded first, its own are those after that.
         rounding: the same between the drafter before it was rounded and after; 0 for one that was not.
+        precision: that its matrices were rounded to; "" for their own.
     """
 
     folder: Path
     layout: str
     difference: float
     rounding: float = 0.0
+    precision: str = ""
 
 
 def export_drafter(
@@ -84,10 +87,8 @@ def write_drafter(drafter: Drafter, target: Target, to: str, folder: Path, depth
     if getattr(drafter.config, "temperatures", ()):
         _log.warning("%s has no place for the temperatures of confidences: an engine's are not calibrated.", to)
     passage = passage_of(target, drafter.max_depth)
-    given = drafter
-    if precision:
-        drafter = _rounded(given, layout, precision)
-    layout.save_as(drafter, target, folder, depth, precision)
+    given, drafter = drafter, rounded(drafter, target, to, depth, precision)
+    layout.save_as(given, target, folder, depth, precision)
     written = layout.load(folder)
     write_record(folder, written, layout.name)
     for found in faults_of_writing(written, layout):
@@ -96,16 +97,25 @@ def write_drafter(drafter: Drafter, target: Target, to: str, folder: Path, depth
     own = session_logits(drafter, target, passage)
     apart = require_same(own, theirs, f"{drafter.name} for {to}")
     moved = difference(session_logits(given, target, passage), own) if precision else 0.0
-    return Exported(folder, layout.name, apart, moved)
+    return Exported(folder, layout.name, apart, moved, precision)
 
 
-def _rounded(drafter: Drafter, layout: ExportLayout, precision: str) -> Drafter:
-    """Return a copy of a drafter with the weights that files of this precision hold."""
+def rounded(drafter: Drafter, target: Target, to: str, depth: int, precision: str) -> Drafter:
+    """Return the drafter that an export in this precision holds; "" is its own.
+
+    Raises BadInputError or IncompatibleError: as `export_drafter` does, for another precision than the layout has.
+    """
+    layout = require_served(to, drafter.name, drafter.config, target.num_layers)
+    if not precision:
+        return drafter
+    if not layout.precisions:
+        raise IncompatibleError(
+            f"{to} takes {drafter.name} drafters ({layout.name}) in their own precision alone, not in {precision}."
+        )
     if precision not in layout.precisions:
-        known = ", ".join(layout.precisions) or "none but a drafter's own"
-        meant = did_you_mean(precision, layout.precisions)
-        raise BadInputError(f"{layout.name} has no precision {precision!r}; {meant}it has: {known}.")
-    drafter = copy.deepcopy(drafter)
-    for weight in drafter.parameters():
-        weight.data = layout.rounded(weight.data, precision)
-    return drafter
+        meant, known = did_you_mean(precision, layout.precisions), ", ".join(layout.precisions)
+        raise BadInputError(
+            f"{layout.name} has no precision {precision!r}; {meant}it has: {known}.{layout.other_precisions}"
+        )
+    made: Drafter = layout.rounded(drafter, target, depth, precision)
+    return made.to(target.device).eval()

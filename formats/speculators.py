@@ -27,6 +27,7 @@ from ..common.runtime import versions
 from ..heads import DFlash, Eagle3, Eagle3Config, PEagle, PEagleConfig
 from ..targets import Target
 from .base_layout import DrafterFiles, ExportLayout, Fields, Unsupported, fill, with_prefix
+from .compression import PRECISIONS
 from .engine_logits import Flags, ProbeSequence, eagle3_logits, embedding_table, peagle_logits
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, require_fields, shapes_of
 
@@ -47,6 +48,8 @@ class Speculators(ExportLayout[Eagle3, Eagle3Config]):
 
     name = "speculators"
     drafter = "eagle3"
+    precisions = PRECISIONS
+    has_output = True
     optional: ClassVar[tuple[str, ...]] = BESIDE
     head: ClassVar[type[Eagle3]] = Eagle3
     architecture: ClassVar[str] = "Eagle3DraftModel"
@@ -137,6 +140,7 @@ class SpeculatorsPEagle(Speculators):
 
     name = "speculators-peagle"
     drafter = "peagle"
+    precisions = ()
     head = PEagle
     architecture = "PEagleDraftModel"
 

@@ -30,6 +30,9 @@ class ServedHere:
     there: float
     here: float
 
+    def __str__(self) -> str:
+        return f"{self.build}, {self.date}: τ {self.there:.3f} there, {self.here:.3f} here"
+
 
 _VLLM = ("vLLM 0.32, CPU, mended", "2026-11-22")  # faults of that build put right (`tests/serving/cured`)
 SERVED = {
@@ -44,6 +47,12 @@ SERVED = {
     ),
     ("gguf", "draft_model"): ServedHere(
         "llama.cpp 11434, CPU", "2026-11-22", "served-llama-cpu-fp32", "draft_model", 1.870, 1.873
+    ),
+}
+# The same for drafters whose matrices were quantised, in bfloat16: near ties of the target's may fall otherwise there.
+QUANTISED = {
+    ("vllm", "eagle3", "w4a16"): ServedHere(
+        "vLLM 0.32, CPU, bfloat16", "2026-11-30", "quantised-heads-cpu", "eagle3 w4a16", 2.022, 2.030
     ),
 }
 _UNWRITTEN = "11434 reads it, and its converter writes it of other layouts; not written here yet"
@@ -80,10 +89,10 @@ def support_of(kind: str, engine: str) -> Support:
         others = [to for to, layouts in LAYOUTS.items() if kind in layouts and to not in ENGINES]
         elsewhere = f"; files for others: {', '.join(others)}" if others else ""
         return Support(kind, engine, "no", "", REASONS.get((engine, kind), _NO_LAYOUT) + elsewhere)
+    more = f"; also in {', '.join(layout.precisions)}" if layout.precisions else ""
     if (served := SERVED.get((engine, kind))) is None:
-        return Support(kind, engine, "read back", layout.name, "by the engine's source, not by the engine")
-    said = f"{served.build}, {served.date}: τ {served.there:.3f} there, {served.here:.3f} here"
-    return Support(kind, engine, "served", layout.name, said)
+        return Support(kind, engine, "read back", layout.name, f"by the engine's source, not by the engine{more}")
+    return Support(kind, engine, "served", layout.name, f"{served}{more}")
 
 
 def table() -> str:
@@ -93,6 +102,12 @@ def table() -> str:
     for kind in dict.fromkeys(kind for kind, _ in cells):
         lines.append(f"| {kind} | {' | '.join(_cell(cells[kind, engine]) for engine in ENGINES)} |")
     lines.append("")
+    for engine, layouts in ((one, LAYOUTS[one]) for one in ENGINES):
+        for known in dict.fromkeys(tuple(layout.precisions) for layout in layouts.values() if layout.precisions):
+            kinds = [kind for kind, layout in layouts.items() if tuple(layout.precisions) == known]
+            lines.append(f"- {ENGINES[engine]}, {', '.join(kinds)}: with `--precision` in {', '.join(known)}.")
+    for (engine, kind, precision), served in QUANTISED.items():
+        lines.append(f"- {ENGINES[engine]}, {kind} in {precision}: **served** ({served}).")
     why = dict.fromkeys((ENGINES[engine], reason) for (engine, _), reason in REASONS.items())
     for name, reason in why:
         kinds = [kind for (engine, kind), said in REASONS.items() if (ENGINES[engine], said) == (name, reason)]
@@ -101,6 +116,4 @@ def table() -> str:
 
 
 def _cell(one: Support) -> str:
-    if one.level == "served":
-        return f"**served** ({one.said})"
-    return one.level
+    return f"**served** ({SERVED[one.engine, one.drafter]})" if one.level == "served" else one.level

@@ -4,7 +4,7 @@
 |---|---|
 | config.json, *.safetensors | the drafter, as the engine reads it |
 | launch.json | the engine, its command, and the part of it that configures drafting |
-| served.json | our own figures, to compare with the served ones |
+| served.json | our own figures, to compare with the served ones; of a rounded drafter, what rounding cost |
 | written.json | the config as it was written, and a digest of every tensor, for `outrider lint` |
 | README.md | the same for people |
 | target/ | the target with its adapter merged, where it has one |
@@ -21,17 +21,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+
 from ..common import BadInputError
-from ..common.atomic import replacing_folder, write_atomically
+from ..common.atomic import readable_bytes, replacing_folder, write_atomically
 from ..common.locks import locked
 from ..common.places import require_new, require_outside
+from ..costs.machine_speed import device_bandwidth
 from ..decode import Plan
 from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
 from ..eval.reports.tables import markdown_text
-from ..formats import EngineLaunch, Exported, launch, layout_of, oldest_version, write_drafter
+from ..formats import EngineLaunch, Exported, launch, layout_of, oldest_version, rounded, write_drafter
 from ..formats.early_exit import save_target
 from ..formats.engines import lora_words
+from ..formats.export import PLAIN_PRECISIONS
+from ..heads import Drafter
 from ..heads.registry import restore_drafter
 from ..targets import Target
 from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, checked_config
@@ -39,6 +45,7 @@ from ..targets.weights import stored_tensors
 from .comparison import newest_report
 from .manifest import ADAPTER, Figure
 from .pair import Pair
+from .probing import DrafterChange, drafter_change
 
 LAUNCH = "launch.json"
 SERVED = "served.json"
@@ -47,12 +54,51 @@ TARGET = "target"
 
 
 @dataclass(frozen=True)
+class RoundingCost:
+    """What quantising a pair's drafter costs, and what it saves.
+
+    Attributes:
+        change: of τ, on the pair's own target; None where its layers, or a baseline, are not at hand.
+        num_bytes, num_bytes_before: of the files of weights, the export's and the pair's own.
+        bandwidth: bytes a second that this machine reads: no draft is faster than its weights are read.
+    """
+
+    change: DrafterChange | None
+    num_bytes: int
+    num_bytes_before: int
+    bandwidth: float
+
+    @property
+    def lines(self) -> list[str]:
+        """It in words."""
+        now, before = self.num_bytes, self.num_bytes_before
+        times = " instead of ".join(f"{1e3 * size / self.bandwidth:.3g}" for size in (now, before))
+        size = f"weights: {readable_bytes(now)} instead of {readable_bytes(before)}, read here in {times} ms at best"
+        if (one := self.change) is None:
+            return [size, "τ: not measured, since the pair has no baseline, or its target no layers here"]
+        how = "greedy" if one.temperature == 0 else f"analytic, temperature {one.temperature:g}"
+        said = f"{one.num_prompts} calibration prompts, {how}, up to {one.max_new_tokens} new tokens"
+        return [f"τ: {one.tau.text()}, was {one.tau_before.text()}; ratio {one.ratio.text(3)} ({said})", size]
+
+    def record(self) -> dict[str, object]:
+        """Return it as JSON."""
+        names = ("tau", "tau_before", "ratio")
+        figures = {name: Figure.of(getattr(self.change, name)).model_dump() for name in names if self.change}
+        return asdict(self) | {"change": self.change and asdict(self.change) | figures}
+
+
+@dataclass(frozen=True)
 class PairExport:
-    """A pair that was written for an engine."""
+    """A pair that was written for an engine.
+
+    Attributes:
+        cost: of rounding the drafter; None for one that was not quantised.
+    """
 
     exported: Exported
     launch: EngineLaunch
     depth: int
+    cost: RoundingCost | None = None
 
     @property
     def folder(self) -> Path:
@@ -67,6 +113,7 @@ def export_pair(
     target: Target | None = None,
     lora: bool = False,
     precision: str = "",
+    console: Console | None = None,
 ) -> PairExport:
     """Write a pair's drafter for an engine, with all that it needs for serving.
 
@@ -76,7 +123,8 @@ def export_pair(
         depth: draft tokens of a round; None for the tuned plan's, else the pair's.
         target: the pair's target; None loads it.
         lora: serve the target's adapter as a LoRA module beside its base, in place of a target with it merged.
-        precision: of the drafter's matrices, as `outrider.formats.export_drafter` has it.
+        precision: of the drafter's matrices, as `outrider.formats.export_drafter` has it. What a quantised one costs is
+            measured before anything is written.
 
     Raises:
         BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does; another process writes there.
@@ -87,11 +135,18 @@ def export_pair(
     require_outside(folder, "the export")
     with locked(folder):  # from here on: a refused run, too, clears what a dead one left
         require_new(folder, "the export")
-        return _exported(pair, to, folder, depth, target, lora, precision)
+        return _exported(pair, to, folder, depth, target, lora, precision, console)
 
 
 def _exported(
-    pair: Pair, to: str, folder: Path, depth: int | None, target: Target | None, lora: bool, precision: str
+    pair: Pair,
+    to: str,
+    folder: Path,
+    depth: int | None,
+    target: Target | None,
+    lora: bool,
+    precision: str,
+    console: Console | None,
 ) -> PairExport:
     adapter = _lora_of(pair, to, folder) if lora else None
     target, drafter, _ = pair.open(target or pair.load_target(layers=False))
@@ -105,15 +160,33 @@ def _exported(
         started = replace(started, oldest=": ".join(needed))
     if adapter is not None:
         started = replace(started, command=f"{started.command} {shlex.join(lora_words(adapter))}", adapter=adapter)
+    change, quantises = None, precision not in ("", *PLAIN_PRECISIONS)
+    if quantises and target.has_layers:
+        change = drafter_change(pair, target, exported_drafter(pair, target, to, depth, precision), console)
     with replacing_folder(folder) as building:
         exported = write_drafter(drafter, target, to, building, depth, precision)
+        cost = None
+        if quantises:
+            bandwidth = device_bandwidth(target.device, torch.get_num_threads())
+            cost = RoundingCost(change, _file_bytes(building), _file_bytes(pair.drafter_folder), bandwidth)
         if lora:
             shutil.copytree(str(pair.adapter), building / ADAPTER)
         elif target.source.get("adapter") is not None:
             save_target(target, building / TARGET)
-        made = PairExport(replace(exported, folder=folder), started, depth)
+        made = PairExport(replace(exported, folder=folder), started, depth, cost)
         _write_beside(pair, made, building)
     return made
+
+
+def _file_bytes(folder: Path) -> int:
+    """Return the bytes of the files of weights in a folder."""
+    return sum(file.stat().st_size for kind in ("safetensors", "gguf") for file in folder.glob(f"*.{kind}"))
+
+
+def exported_drafter(pair: Pair, target: Target, to: str, depth: int, precision: str) -> Drafter:
+    """Return the pair's drafter with the weights that its export in this precision holds, in the target's dtype."""
+    drafter = rounded(restore_drafter(pair.drafter_folder, target).to(target.device), target, to, depth, precision)
+    return drafter.cast(target.dtype if target.dtype.is_floating_point else torch.float32).eval()
 
 
 _PRODUCT = re.compile(r".*\.\d+\..*\.lora_[AB]\.weight")  # a tensor of a LoRA on a projection in a layer
@@ -209,6 +282,8 @@ def _write_beside(pair: Pair, made: PairExport, folder: Path) -> None:
         "depth": made.depth,
         "logits_differ_by": made.exported.difference,
         "rounding": made.exported.rounding,
+        "precision": made.exported.precision,
+        "cost": made.cost and made.cost.record(),
         "suites": pair.manifest.measurements.suites,
         "expected": expected,
     }
@@ -227,6 +302,7 @@ def _readme(pair: Pair, made: PairExport, expected: list[dict[str, Any]]) -> str
         "",
         f"It drafts for one target only, whose content has the SHA-256 `{pair.fingerprint().digest}` ({pair.dtype}).",
     ]
+    lines += [""] * bool(made.cost) + [f"- {line}" for line in (made.cost.lines if made.cost else ())]
     if made.launch.command is not None:
         lines += ["", "```sh", made.launch.command, "```"]
     if made.launch.adapter is not None:

@@ -26,7 +26,7 @@ from ..common import BadInputError, IncompatibleError
 from ..distill.sources import some_of_each
 from ..eval.reports.figures import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap
-from ..heads import HEADS
+from ..heads import HEADS, Drafter
 from ..targets import Target
 from .calibration import NUM_PROMPTS, calibrate, rendered
 from .manifest import ProbeBaseline, PromptMeasure
@@ -125,6 +125,38 @@ def probe(
     return _judge(pair, target.precision, baseline, changes, measured, old, tolerance, seed)
 
 
+@dataclass(frozen=True)
+class DrafterChange:
+    """τ of another drafter in the place of a pair's own, on the pair's calibration prompts, with what they are.
+
+    Attributes:
+        ratio: tau ÷ tau_before, on the same prompts.
+    """
+
+    tau: Interval
+    tau_before: Interval
+    ratio: Interval
+    num_prompts: int
+    max_new_tokens: int
+    temperature: float
+
+
+def drafter_change(
+    pair: Pair, target: Target, drafter: Drafter, console: Console | None = None, seed: int = 0
+) -> DrafterChange | None:
+    """Return what becomes of τ on the pair's target by another drafter; None for a pair without a baseline."""
+    baseline = pair.manifest.measurements.baseline
+    if baseline is None:
+        return None
+    known = {m.id: m for m in baseline.prompts}
+    new = calibrate(target, drafter, pair.calibration(), baseline, pair.plan, console)
+    old = [known[m.id] for m in new]
+    bootstrap, figure = _bootstrap(new, seed), _deciding(baseline)
+    now, before = _ratio(new, figure), _ratio(old, figure)
+    intervals = (bootstrap.ratio(now), bootstrap.ratio(before), bootstrap.quotient(now, before))
+    return DrafterChange(*intervals, len(new), baseline.max_new_tokens, baseline.temperature)
+
+
 # Numerator, denominator and offset of each figure, a ratio over prompts.
 _DECODER_TAU, _ANALYTIC_TAU = ("accepted", "rounds", 1.0), ("analytic_tau", "chains", 0.0)
 _ALPHA, _TOP1 = ("alpha", "positions", 0.0), ("top1", "positions", 0.0)
@@ -133,6 +165,15 @@ _ALPHA, _TOP1 = ("alpha", "positions", 0.0), ("top1", "positions", 0.0)
 def _ratio(measures: Sequence[PromptMeasure], figure: tuple[str, str, float]) -> Ratio:
     above, below, offset = figure
     return Ratio([getattr(m, above) for m in measures], [getattr(m, below) for m in measures], offset)
+
+
+def _deciding(baseline: ProbeBaseline) -> tuple[str, str, float]:
+    """Return the figure that decides: what the decoder counts of greedy text, else the analytic τ."""
+    return _DECODER_TAU if baseline.temperature == 0 else _ANALYTIC_TAU
+
+
+def _bootstrap(measures: Sequence[PromptMeasure], seed: int) -> Bootstrap:
+    return Bootstrap([len(list(group)) for _, group in groupby(measures, key=lambda m: m.suite)], seed=seed)
 
 
 def _judge(
@@ -145,12 +186,12 @@ def _judge(
     tolerance: float,
     seed: int,
 ) -> ProbeResult:
-    bootstrap = Bootstrap([len(list(group)) for _, group in groupby(new, key=lambda m: m.suite)], seed=seed)
+    bootstrap = _bootstrap(new, seed)
 
     def both(figure: tuple[str, str, float]) -> tuple[Interval, Interval]:
         return bootstrap.ratio(_ratio(new, figure)), bootstrap.ratio(_ratio(old, figure))
 
-    deciding = _DECODER_TAU if baseline.temperature == 0 else _ANALYTIC_TAU
+    deciding = _deciding(baseline)
     ratio = bootstrap.quotient(_ratio(new, deciding), _ratio(old, deciding))
     if math.isnan(ratio.value):
         raise BadInputError(

@@ -51,7 +51,11 @@ def export(
         bool, typer.Option("--lora", help="Serve the target's adapter as a LoRA module of its base, not merged.")
     ] = False,
     precision: Annotated[
-        str, typer.Option(help="For llama.cpp, of the drafter's matrices: f32, f16, bf16, q8_0 (default: their own).")
+        str,
+        typer.Option(
+            help="Of its matrices, for vLLM fp8, w8a16, w4a16, for llama.cpp f32, f16, bf16, q8_0, q5_1 … q4_0 "
+            "(default: their own). What it costs in τ is measured first."
+        ),
     ] = "",
 ) -> None:
     """Write a pair's drafter as another engine reads it.
@@ -62,7 +66,8 @@ def export(
     from ..pair import export_pair
 
     loaded_target = None if target is None else loaded.load_target(target, adapter=loaded.adapter)
-    made = export_pair(loaded, to, out, depth, loaded_target, lora, precision)
+    console = VisibleConsole(highlight=False, soft_wrap=True, stderr=True)
+    made = export_pair(loaded, to, out, depth, loaded_target, lora, precision, console)
     line = (
         f"[green]✓[/green] {escape(str(made.folder))}: layout {made.exported.layout}, read back with the drafter's own "
         f"logits (largest difference {made.exported.difference:.1e} of their spread)"
@@ -72,7 +77,8 @@ def export(
     command = made.launch.command
     oldest = made.launch.oldest
     adapter = made.launch.adapter
-    more = [] if command is None else [command]
+    more = made.cost.lines if made.cost else []
+    more += [] if command is None else [command]
     more += [] if oldest is None else [f"it needs {made.launch.engine} {oldest}"]
     more += [] if adapter is None else [f"requests ask for the model {adapter['name']}"]
     print_lines([line, *map(escape, more)])

@@ -102,7 +102,7 @@ def served(
     known = Expectation.load(expect) if expect is not None and expect.is_file() else None
     if expect is not None and known is None:
         require_file(expect, "the expectation")
-    session = ServedSession(loaded, trial, tuple(suite or ()), known, console, target)
+    session = ServedSession(loaded, trial, tuple(suite or ()), known, console, target, export)
     session.explain = explain
     if expect is not None and known is None:
         session.expected.save(expect)

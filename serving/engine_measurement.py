@@ -23,10 +23,10 @@ from ..eval.suites import load_suites
 from ..formats import LAYOUTS, launch, oldest_version
 from ..formats.draft_models import FILE, write_gguf
 from ..formats.early_exit import save_target
-from ..heads import Ngram
+from ..heads import Drafter, Ngram
 from ..heads.saved import read_config
 from ..pair import Pair, export_pair
-from ..pair.export import LAUNCH, SERVED, export_depth, served_path
+from ..pair.export import LAUNCH, SERVED, export_depth, exported_drafter, served_path
 from ..pair.manifest import ADAPTER, Figure, ServedFigures, ServedRecord
 from ..targets import Target
 from ..targets.fingerprint import digest_json
@@ -75,6 +75,7 @@ class ServedSession:
         suites: of prompts; () for those of the pair's recipe.
         expected: our decoder's answers, if they are known already.
         target: where the target is now; None for where the pair says.
+        export: what `outrider export` wrote, whose drafter may be rounded.
 
     Attributes:
         explain: try mistakes on our own head where the engine's drafts are not ours.
@@ -88,15 +89,17 @@ class ServedSession:
         expected: Expectation | None = None,
         console: Console | None = None,
         target: str | None = None,
+        export: Path | None = None,
     ):
         self.pair = pair
+        self.exported = _served_record(export)
         self.trial = trial
         self.console = console
         self.suites = suites
         self.target_path = target
         self.explain = True
         if expected is not None:
-            _require_same(expected, pair, trial, self._suite_names)
+            _require_same(expected, pair, trial, self._asked)
             self.expected = expected
 
     @cached_property
@@ -108,14 +111,35 @@ class ServedSession:
     @cached_property
     def expected(self) -> Expectation:
         """Our own decoder's answers to the prompts."""
-        target, drafter, _ = self.pair.open(self.target)
+        target, drafter = self.target, self.drafter()
         names, template = self._suite_names, self.pair.recipe().template
         suites = load_suites(names, target.require_tokenizer(), self.trial.limit, template)
         made = expect(target, drafter, suites, self.trial, self.console)
-        made = made.model_copy(update=_asked(self.pair, self.trial, names))
+        made = made.model_copy(update=self._asked)
         never_drawn = [*NEVER_DRAWN, *HABITS[self.trial.habits].picked]
         never_drawn += [kind for kind, one in LAYOUTS["vllm"].items() if one.launch_settings.get(_SAMPLES) == "greedy"]
         return made.never_drawn() if drafter.name in never_drawn else made
+
+    def drafter(self) -> Drafter:
+        """Return the pair's drafter, rounded as its export is."""
+        _, drafter, _ = self.pair.open(self.target)
+        if not (precision := self.exported.get("precision")):
+            return drafter
+        return exported_drafter(self.pair, self.target, self.exported["engine"], self.trial.depth, precision)
+
+    @property
+    def _asked(self) -> dict[str, object]:
+        """The settings that an expectation keeps beside the answers."""
+        trial = self.trial
+        return {
+            "drafter_digest": digest_json(self.pair.manifest.drafter.files),
+            "precision": self.exported.get("precision", ""),
+            "suites": list(self._suite_names),
+            "limit": trial.limit,
+            "seeds_above_0": trial.seeds,
+            "first_seed": trial.first_seed,
+            "habits": trial.habits,
+        }
 
     @property
     def _suite_names(self) -> tuple[str, ...]:
@@ -150,14 +174,14 @@ class ServedSession:
 
     def _result(self, survey: Survey, facts: dict[str, Any], tolerance: float) -> ServedResult:
         """Return the result; where the engine differs, our target is asked, and the mistakes of a drafter are tried."""
+        facts |= {"precision": precision} if (precision := self._asked["precision"]) else {}
         result = survey.result(facts, self.write, tolerance, self.__dict__.get("target"))
         if result.agrees or not self.explain:
             return result
         drafts_differ = any(s.temperature == 0 and s.kind in PLACES for s in result.suspicions)
         explainer = fault_explainer()
         if explainer is not None and drafts_differ and not self.expected.mistakes:
-            _, drafter, _ = self.pair.open(self.target)
-            mistakes = explainer.mistaken(HABITS[self.trial.habits].imitate(drafter))
+            mistakes = explainer.mistaken(HABITS[self.trial.habits].imitate(self.drafter()))
             self.expected = expect_mistakes(self.target, mistakes, self.expected, self.console)
             survey.expected = self.expected
         return survey.result(facts, self.write, tolerance, self.target)
@@ -232,15 +256,19 @@ def _lora_of(export: Path | None) -> dict[str, Any] | None:
     return adapter and adapter | {"path": str((export / ADAPTER).absolute())}
 
 
+def _served_record(export: Path | None) -> dict[str, Any]:
+    """Return what an export says of itself; {} of none, or of one that another program wrote."""
+    return {} if export is None or not (export / SERVED).is_file() else read_json(export / SERVED)
+
+
 def depth_of(pair: Pair, export: Path | None = None, asked: int | None = None) -> int:
     """Return the draft tokens of an engine's round: as asked for, as the export has it, or as one would have it.
 
     Raises:
         BadInputError: the export is of another pair, or for another depth than the one that was asked for.
     """
-    if export is None or not (export / SERVED).is_file():
+    if not (served := _served_record(export)):
         return asked or export_depth(pair, None)
-    served = read_json(export / SERVED)
     exported, source = int(served["depth"]), served["pair"]
     if source["digest"] != pair.digest:
         raise BadInputError(
@@ -256,25 +284,13 @@ def depth_of(pair: Pair, export: Path | None = None, asked: int | None = None) -
     return exported
 
 
-def _asked(pair: Pair, trial: Trial, suites: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that an expectation keeps beside the answers."""
-    return {
-        "drafter_digest": digest_json(pair.manifest.drafter.files),
-        "suites": list(suites),
-        "limit": trial.limit,
-        "seeds_above_0": trial.seeds,
-        "first_seed": trial.first_seed,
-        "habits": trial.habits,
-    }
-
-
-def _require_same(expected: Expectation, pair: Pair, trial: Trial, suites: Sequence[str]) -> None:
+def _require_same(expected: Expectation, pair: Pair, trial: Trial, asked: Mapping[str, object]) -> None:
     """Refuse an expectation of another pair or of other settings; all differences are named."""
     target = pair.fingerprint().digest
     differing = []
     if expected.target != target:
         differing.append(f"the target is {expected.target[:12]}… there, the pair's {target[:12]}…")
-    now = _asked(pair, trial, suites) | {"drafter": pair.manifest.drafter.type, "depth": trial.depth}
+    now = {**asked, "drafter": pair.manifest.drafter.type, "depth": trial.depth}
     now |= {"max_new_tokens": trial.max_new_tokens, "temperatures": list(trial.temperatures)}
     for name, value in now.items():
         if (there := getattr(expected, name)) != value:
@@ -303,7 +319,7 @@ def record_of(result: ServedResult) -> ServedRecord:
     ]
     return ServedRecord(
         created=result.created,
-        engine=str(result.engine["name"]),
+        engine=", ".join(str(result.engine[key]) for key in ("name", "precision") if key in result.engine),
         depth=result.depth,
         agrees=result.agrees,
         suspicions=[str(s) for s in result.suspicions],

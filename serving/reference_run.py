@@ -67,6 +67,7 @@ class Expectation(ForeignModel, extra="forbid"):
 
     Attributes:
         target: the digest of the target's content. drafter: the drafter's type. drafter_digest: of its files.
+        precision: that its matrices were rounded to, as in the export; "" for their own.
         suites, limit, seeds_above_0, first_seed, habits: see `Trial`.
         texts: of the suites, to be compared as tokens; [] where the target has no tokenizer.
         answers: by temperature (as text, for JSON), in the order of the prompts.
@@ -79,6 +80,7 @@ class Expectation(ForeignModel, extra="forbid"):
     target: str
     drafter: str
     drafter_digest: str = ""
+    precision: str = ""
     depth: int
     max_new_tokens: int
     suites: list[str] = Field(default=[])

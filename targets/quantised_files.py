@@ -249,9 +249,36 @@ class QuantisedFiles:
             scheme = Scheme(8, False, (rows, columns))
         else:
             scheme = next(one for one in self.schemes if self.method == "fp8" or _fits(one, read, shape))
-        numbers, zeros = _numbers(scheme, read, shape)
-        own = (numbers if zeros is None else numbers - scheme.spread(zeros, shape)) * scheme.spread(scales, shape)
-        return own, torch.finfo(scales.dtype).eps
+        return _meant(scheme, read, shape), torch.finfo(scales.dtype).eps
+
+
+def dequantised(tensors: Mapping[str, Tensor], settings: Settings, where: str) -> dict[str, Tensor]:
+    """Return the tensors of a drafter that came quantised, by their plain names.
+
+    A product of a number and its scale has the scale's precision, as engines that multiply matrices of it compute it.
+
+    Raises IncompatibleError: it was quantised by another method than compressed-tensors, its inputs are, too, or parts
+    of a matrix do not fit the settings.
+    """
+    method, plain = str(settings.get("quant_method"))[:40], dict(tensors)
+    schemes = list(_schemes(method, settings, Path(where)))
+    if method != "compressed-tensors" or any(scheme.activations < 16 for scheme in schemes):
+        raise IncompatibleError(
+            f"{where}: it came quantised as {precision_of(settings)}; matrices by compressed-tensors are read, with "
+            "inputs as they are. Take the drafter in bfloat16."
+        )
+    for module in [name.removesuffix("weight_scale") for name in tensors if name.endswith(".weight_scale")]:
+        parts = ("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point")
+        read = {part: plain.pop(module + part) for part in parts if module + part in plain}
+        shape = tuple(read["weight_shape"].tolist()) if "weight_shape" in read else tuple(read["weight"].shape)
+        scheme = next((one for one in schemes if _fits(one, read, shape)), None)
+        if scheme is None:
+            raise IncompatibleError(
+                f"{where}: {module}weight has other parts than its quantization_config asks for "
+                f"({precision_of(settings)}). {_GOOD_COPY}"
+            )
+        plain[f"{module}weight"] = _meant(scheme, read, shape).to(read["weight_scale"].dtype)
+    return plain
 
 
 def _fits(scheme: Scheme, read: Mapping[str, Tensor], shape: tuple[int, ...]) -> bool:
@@ -337,6 +364,13 @@ def quantization_config(folder: Path) -> Settings | None:
     inner = config.get("text_config")
     found = config.get("quantization_config") or (inner.get("quantization_config") if isinstance(inner, dict) else None)
     return found if isinstance(found, dict) and found else None
+
+
+def _meant(scheme: Scheme, read: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Return the weight `[N, K]` that its parts mean, in float32."""
+    numbers, zeros = _numbers(scheme, read, shape)
+    moved = numbers if zeros is None else numbers - scheme.spread(zeros, shape)
+    return moved * scheme.spread(read["weight_scale"], shape)
 
 
 def _numbers(scheme: Scheme, read: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:

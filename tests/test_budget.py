@@ -19,22 +19,22 @@ HOUSE = Path(__file__).parents[1]
 LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
-    "common": 3320,
-    "targets": 7690,
+    "common": 3325,
+    "targets": 7720,
     "heads": 7640,
-    "formats": 4390,
+    "formats": 4590,
     "decode": 4010,
-    "recipes": 790,
+    "recipes": 810,
     "distill": 5230,
     "costs": 1200,
     "eval": 4830,
-    "train": 4650,
-    "pair": 3440,
-    "serving": 2460,
-    "scripts": 4220,
-    LAB: 9960,
+    "train": 4670,
+    "pair": 3560,
+    "serving": 2475,
+    "scripts": 4250,
+    LAB: 10_000,
 }
-OTHERS = {"tests": 55_580, "benchmarks": 4260}
+OTHERS = {"tests": 56_060, "benchmarks": 4210}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

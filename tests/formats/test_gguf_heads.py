@@ -21,13 +21,25 @@ LLAMA3["original_max_position_embeddings"] = 32
 
 
 def weight(read: gguf.ReaderTensor) -> Tensor:
-    """Return a tensor by the definition of its type: Q8_0 is blocks of a float16 and 32 whole numbers."""
+    """Return a tensor by the definition of its type: Q8_0 is blocks of a float16 and 32 whole numbers.
+
+    In Q4 and Q5 these are 16 low and 16 high halves of bytes, after their fifth bits; kinds of 1 have a least number.
+    """
     raw, shape = np.array(read.data), [int(n) for n in reversed(read.shape)]
     match read.tensor_type.name:
         case "Q8_0":
             blocks = raw.view(np.uint8).reshape(-1, 34)
             scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
             return torch.from_numpy(scales * blocks[:, 2:].view(np.int8)).view(shape)
+        case "Q4_0" | "Q4_1" | "Q5_0" | "Q5_1" as kind:
+            has_fifth, has_least = kind[1] == "5", kind[-1] == "1"
+            blocks = raw.view(np.uint8).reshape(-1, 18 + 2 * has_least + 4 * has_fifth)
+            scales = blocks[:, : 2 + 2 * has_least].copy().view(np.float16).astype(np.float32)
+            numbers = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], 1).astype(np.float32)
+            if has_fifth:
+                numbers += 16 * np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
+            numbers -= 0 if has_least else 16 if has_fifth else 8
+            return torch.from_numpy(scales[:, :1] * numbers + scales[:, 1:2].sum(1, keepdims=True)).view(shape)
         case "BF16":
             bits = raw.view(np.uint16).astype(np.uint32) << 16
             return torch.from_numpy(bits.view(np.float32)).view(shape)
@@ -72,7 +84,7 @@ def by_hand(file: str, passage: ProbeSequence) -> Tensor:
     return times(norm(x[-1], "output_norm"), "output")
 
 
-@pytest.mark.parametrize("precision", ["", "f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("precision", ["", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"norm_before_fc": True, "norm_before_residual": True}, {"rope_parameters": LLAMA3}, {"draft_vocab_size": 0}],
@@ -135,9 +147,12 @@ def test_a_block_drafters_file_computes_what_it_does(target, make_drafter, tmp_p
 
 
 def test_a_precision_that_a_layout_has_not_is_refused(target, make_drafter, tmp_path):
-    with pytest.raises(BadInputError, match=r"gguf-eagle3 has no precision 'q4_0'.*f32, f16, bf16, q8_0"):
-        export_drafter(make_drafter("eagle3"), target, "llama.cpp", tmp_path / "out", 3, "q4_0")
-    with pytest.raises(BadInputError, match="sglang has no precision 'f16'; it has: none but"):
+    said = r"gguf-eagle3 has no precision 'q4_k'.*f32, f16, bf16, q8_0.*reads Q4_K.*and rounds to none"
+    with pytest.raises(BadInputError, match=said):
+        export_drafter(make_drafter("eagle3"), target, "llama.cpp", tmp_path / "out", 3, "q4_k")
+    with pytest.raises(
+        IncompatibleError, match=r"sglang takes eagle3 drafters .* in their own precision alone, not in f16"
+    ):
         export_drafter(make_drafter("eagle3"), target, "sglang", tmp_path / "out", 3, "f16")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.formats import LAYOUTS
-from outrider.formats.support import ENGINES, REASONS, SERVED, support, table
+from outrider.formats.support import ENGINES, QUANTISED, REASONS, SERVED, support, table
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "support.md"
@@ -39,6 +39,21 @@ def test_what_is_called_served_has_a_result_file(claim):
     assert greedy["identical"] == conditions["prompts"], "its text is the target's"
     there, here = (round(greedy[side]["value"], 3) for side in ("served", "own"))
     assert (there, here) == (said.there, said.here)
+
+
+@pytest.mark.parametrize("claim", QUANTISED, ids="-".join)
+def test_what_is_called_served_in_a_precision_has_a_result_file(claim):
+    """Its texts are the target's but for near ties of bfloat16, and its drafts those of the rounded drafter."""
+    engine, kind, precision = claim
+    assert precision in LAYOUTS[engine][kind].precisions
+    said = QUANTISED[claim]
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{said.file}.json").read_text(encoding="utf-8"))
+    conditions, greedy = found["conditions"], found["served"][said.row][0]
+    assert (conditions["created"], conditions["dtype"], greedy["temperature"]) == (said.date, "bfloat16", 0.0)
+    assert greedy["suspicions"] == []
+    assert greedy["identical"] + len(greedy["near_ties"]) == greedy["prompts"]
+    assert (round(greedy["served"]["value"], 3), round(greedy["own"]["value"], 3)) == (said.there, said.here)
+    assert greedy["difference"]["low"] <= 0 <= greedy["difference"]["high"]
 
 
 def test_every_drafter_that_can_leave_stands_in_the_matrix():

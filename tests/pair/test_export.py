@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from outrider.common.locks import lock_file, locked
 from outrider.formats.early_exit import save_target
 from outrider.heads import Eagle3, Eagle3Config, Medusa, MedusaConfig
 from outrider.heads.saved import read_config
-from outrider.pair import export_pair, new_pair
-from outrider.pair.export import by_position, export_depth
+from outrider.pair import export_pair, new_pair, probing
+from outrider.pair.calibration import calibrate
+from outrider.pair.export import by_position, export_depth, exported_drafter
 from outrider.targets import Target, embedded_path
 
 
@@ -163,6 +166,50 @@ def test_a_target_that_is_only_in_memory_cannot_be_named_to_an_engine(make_pair,
     with pytest.raises(BadInputError, match="given in memory"):
         export_pair(pair, "hf", tmp_path / "out", target=target)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("to", "precision"), [("vllm", "w4a16"), ("llama.cpp", "q4_0")])
+def test_what_quantising_costs_is_measured_before_anything_is_written(
+    make_pair, make_target, recipe, prompts, tmp_path, to, precision
+):
+    """τ of the drafter that the export holds beside the pair's own, on its calibration prompts; and the bytes."""
+    pytest.importorskip("compressed_tensors")
+    target = make_target(source={"path": "org/name"})
+    drafter = Eagle3.build(Eagle3Config(steps=2, taps=(0, 1, 2), norm_before_fc=True), target)
+    pair = new_pair(tmp_path / "pair", target, drafter, recipe, calibration=prompts)
+    written: list[bool] = []
+    baseline = pair.manifest.measurements.baseline
+
+    def watched(*args: Any, **options: Any) -> Any:
+        written.append((tmp_path / "out").exists())
+        return calibrate(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(probing, "calibrate", watched)
+        made = export_pair(pair, to, tmp_path / "out", target=target, precision=precision)
+    assert written == [False]
+    change, rounded = made.cost.change, exported_drafter(pair, target, to, made.depth, precision)
+    again = calibrate(target, rounded, prompts, baseline, pair.plan)
+    for tau, some in ((change.tau, again), (change.tau_before, baseline.prompts)):
+        assert tau.value == pytest.approx(1 + sum(m.accepted for m in some) / sum(m.rounds for m in some))
+    assert change.num_prompts == len(prompts)
+    assert not torch.equal(rounded.fc.weight, drafter.fc.weight)
+    kept = json.loads((tmp_path / "out" / "served.json").read_text())
+    assert (kept["precision"], kept["cost"]["change"]["ratio"]) == (precision, asdict(change.ratio))
+    files = [file for file in (tmp_path / "out").iterdir() if file.suffix in (".safetensors", ".gguf")]
+    assert kept["cost"]["num_bytes"] == sum(file.stat().st_size for file in files)
+    assert f"was {change.tau_before.text()}" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_without_a_baseline_the_cost_in_tau_is_said_to_be_unknown(make_target, recipe, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    target = make_target(source={"path": "org/name"})
+    drafter = Eagle3.build(Eagle3Config(steps=2, taps=(0, 1, 2)), target)
+    pair = new_pair(tmp_path / "pair", target, drafter, recipe, calibration=[])
+    made = export_pair(pair, "vllm", tmp_path / "out", target=target, precision="fp8")
+    assert made.cost.change is None
+    assert "not measured" in made.cost.lines[1]
+    assert export_pair(pair, "vllm", tmp_path / "own", target=target).cost is None
 
 
 def test_positions_are_counted_over_rounds():

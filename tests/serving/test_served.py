@@ -23,6 +23,7 @@ from outrider.common.signals import stoppable
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import make_suite
+from outrider.formats import import_drafter
 from outrider.heads import DFlash, DFlashConfig, Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, NgramConfig
 from outrider.heads.base import TargetBatch
 from outrider.lab.fault_explanation import mistaken
@@ -347,6 +348,21 @@ def test_an_export_is_expected_to_draft_as_deep_as_it_was_exported(stored, tmp_p
     other = replace(stored, manifest=stored.manifest.model_copy(update={"digest": "0" * 64}))
     with pytest.raises(BadInputError, match="exported from another pair"):
         depth_of(other, export)
+
+
+def test_of_a_quantised_export_the_rounded_drafter_is_expected(stored, tmp_path):
+    """An engine's drafts are those of the weights in its files; an expectation of others is refused."""
+    pytest.importorskip("compressed_tensors")
+    export_pair(stored, "vllm", tmp_path / "export", precision="w4a16")
+    trial = Trial((0.0,), depth=3, max_new_tokens=8, limit=1)
+    session = ServedSession(stored, trial, export=tmp_path / "export")
+    found, own = session.drafter(), ServedSession(stored, trial).drafter()
+    read = import_drafter(tmp_path / "export", session.target)
+    assert torch.equal(found.fc.weight, read.fc.weight)
+    assert not torch.equal(found.fc.weight, own.fc.weight)
+    assert session.expected.precision == "w4a16"
+    with pytest.raises(BadInputError, match="precision is 'w4a16' there and '' here"):
+        ServedSession(stored, trial, (), session.expected)
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ _tasks: list[_Task] = []  # from the outermost to the innermost
 
 @contextmanager
 def plain_lines(console: Console | None, description: str, total: int = 0, done: int = 0) -> Iterator[Advance]:
-    """Yield `advance(count, note)`, and write a line about the innermost work to stderr every ten seconds if it changed.
+    """Yield `advance(count, note)`; every ten seconds a line about the innermost work goes to stderr, if it changed.
 
     Nothing is written for a console that is a terminal, or None.
     """

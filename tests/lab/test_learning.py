@@ -492,7 +492,7 @@ def test_a_server_of_another_target_is_no_canary(config_file: Path, servers: lis
 
 def test_a_server_that_tells_no_rounds_is_no_canary(config_file: Path, servers: list[Echo]) -> None:
     servers[0].answer = body({"choices": SAID["choices"]})
-    with pytest.raises(BadInputError, match="tells no rounds of a request; .* --per-request-spec-decode-metrics"):
+    with pytest.raises(BadInputError, match=r"tells no rounds of a request; .* --per-request-spec-decode-metrics"):
         opened_canary(config_file, servers)
 
 

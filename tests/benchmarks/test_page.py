@@ -15,7 +15,6 @@ MAKERS = {
     "ablation": "ablation-*",
     "identity": "identity-*",
     "kernels": "kernels-interpreted",
-    "load": "load-cpu-*",
     "passes": "passes-*",
     "real_size": "real-size-*",
 }

@@ -5,17 +5,22 @@
 
 Tokens are drawn by the coupled rule, from noise that belongs to their places: completions do not depend on the drafter,
 so rewards, losses and weights are those of a run without one. A `Suffix` with a history copies from earlier epochs'
-rollouts, as SpecRL does. Log-probabilities are the policy's own, of a plain pass.
+rollouts, as SpecRL does. Log-probabilities are the policy's own, of a plain pass. With a `RefreshRule` a drafter that
+is trained learns from the latest rollouts, as often as that pays.
 
 Shapes: B rows, T tokens of the longest row.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from statistics import mean
 from typing import Any
 
 import torch
@@ -23,10 +28,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common import BadInputError
+from ..common.machine import clock
 from ..decode import Decoder, Plan, Sampling
 from ..heads import Drafter
+from ..heads.lookup.fusion import TwoDrafters
 from ..targets import Target
 from ..targets.layers import evaluating
+from ..train.data import IGNORED, OnlineBatches, collate
+from ..train.muon import MuonAdamW, split_parameters
 
 _FORGET = 0.7  # of a depth's seconds a token, per rollout: a policy that moves is drafted for better or worse
 _TRY_AGAIN = 12  # rollouts until a depth that was slower is tried again; doubled each time that it loses
@@ -34,6 +43,9 @@ _STEPS_APART = 2**32  # of a step's seed and the next one's
 _ROWS = 2**32  # of a part of a step, at most: each has numbers of its own
 _KEPT = 64  # rollouts that are remembered
 _GAIN = 1.02  # below which a depth is not worth a change
+_FRESH = 2  # rollouts after a refresh, which show how well a fresh drafter drafts
+_LESSONS = 4  # rollouts that a refresh learns from, the latest ones
+_UPDATES = 12  # of the drafter's weights in a refresh
 
 
 @dataclass
@@ -77,15 +89,126 @@ class DepthChoice:
         self.waits[depth] = 2 * self.waits.get(depth, _TRY_AGAIN) if loses else _TRY_AGAIN
         self.due[depth] = self.rollouts + self.waits[depth]
 
+    def try_again(self) -> None:
+        """Let every depth be tried soon: the drafter has changed."""
+        self.waits.clear()
+        self.due = dict.fromkeys(self.due, self.rollouts)
+
+
+@dataclass
+class RefreshRule:
+    """The rule for when a refresh pays: once what was lost since the last one reaches what a refresh costs.
+
+    A drafter loses more time the further the policy moves. Where that grows in proportion to the steps, this interval
+    makes losses and refreshes together the least; however it grows, they are at most twice the least (it is the
+    ski-rental rule). In the last steps a refresh must still save its cost.
+
+    Attributes:
+        steps: of the whole run; None if unknown.
+        cost: seconds of a refresh; None before the first estimate.
+        fresh: rounds a token of the first rollouts after a refresh, by depth.
+        excess: share of a rollout's seconds that are lost. lost: seconds lost since the refresh.
+    """
+
+    steps: int | None = None
+    cost: float | None = None
+    fresh: dict[int, list[float]] = field(default_factory=dict)
+    excess: float = 0.0
+    lost: float = 0.0
+    seconds: float = 0.0  # of the latest rollout
+
+    def observe(self, tau: float, depth: int, seconds: float) -> None:
+        """Take in a rollout; one without drafts tells nothing about them, and loses as much as the one before."""
+        self.seconds = seconds
+        fresh = self.fresh.setdefault(depth, [])
+        if depth and len(fresh) < _FRESH:
+            fresh.append(1 / tau)
+            return
+        if depth:
+            self.excess = _FORGET * self.excess + (1 - _FORGET) * (1 - mean(fresh) * tau)
+        self.lost += self.excess * seconds
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the drafter should be refreshed before the rollout of `step`."""
+        left = math.inf if self.steps is None else self.steps - step
+        return self.cost is not None and self.cost <= min(self.lost, self.excess * self.seconds * left)
+
+    def refreshed(self, seconds: float) -> None:
+        """Begin anew after a refresh that took so many seconds."""
+        self.cost, self.fresh = seconds, {}
+        self.excess, self.lost = 0.0, 0.0
+
+
+class Learner:
+    """What trains a drafter on rollouts, with the hidden states of the policy's own pass; the policy stays as it is.
+
+    Args:
+        drafter: one that is trained, alone or beside one without weights.
+        rate: of learning.
+
+    Raises:
+        BadInputError: the drafter has no weights.
+    """
+
+    def __init__(self, drafter: Drafter | None, target: Target, rate: float = 1e-3):
+        model = drafter.model if isinstance(drafter, TwoDrafters) else drafter
+        if model is None or not model.trainable:
+            raise BadInputError("a refresh trains a drafter's weights, and this one has none; leave the rule out.")
+        self.drafter: Drafter = model
+        self.batches = OnlineBatches(target, model.taps)
+        self.optimizer = MuonAdamW(*split_parameters(model), lr=rate)
+        self.lessons = deque[dict[str, torch.Tensor]](maxlen=_LESSONS)
+
+    def add(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+        """Keep a rollout to learn from."""
+        both = zip(prompts, completions, strict=True)
+        rows = [{"index": 0, "input_ids": [*p, *c], "labels": [IGNORED] * len(p) + [*c]} for p, c in both]
+        device = self.batches.target.device
+        self.lessons.append({name: tensor.to(device) for name, tensor in collate(rows).items()})
+
+    def refresh(self, updates: int = _UPDATES) -> float:
+        """Update the drafter so often, a rollout at a time, and return the seconds that it took."""
+        target = self.batches.target
+        began = clock(target.device)
+        # The trainer draws from torch's generators, too: it must find them as they would be without drafts.
+        with torch.enable_grad(), evaluating(target.model), _frozen(target.model), torch.random.fork_rng():
+            self.drafter.train()
+            states = [self.batches.of(lesson) for lesson in list(self.lessons)[-updates:]]
+            for batch in islice(cycle(states), updates):
+                self.optimizer.zero_grad()
+                self.drafter.loss(batch).mean.backward()
+                self.optimizer.step()
+            self.drafter.eval()
+        return clock(target.device) - began
+
+
+@contextmanager
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Keep gradients away from a model inside: drafters read its embeddings."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
 
 @dataclass(frozen=True)
 class Rollout:
-    """Completions of one step: their tokens, and the policy's log-probabilities of each if they were asked for."""
+    """Completions of one step: their tokens, and the policy's log-probabilities of each if they were asked for.
+
+    Attributes:
+        seconds: of decoding. refresh_seconds: of what the drafter learned before.
+    """
 
     completions: list[list[int]]
     logprobs: list[list[float]] | None
     tau: float
     depth: int
+    seconds: float = 0.0
+    refresh_seconds: float = 0.0
 
 
 class PolicyRollouts:
@@ -96,6 +219,7 @@ class PolicyRollouts:
         drafter: None decodes plainly.
         depths: chains that are tried, and plain decoding (0) beside them; a single one is kept to.
         sampling: temperature and cuts. Its seed, the step and a prompt's place in the step decide each token.
+        refreshing: says when the drafter learns from the rollouts; None leaves it as it is.
     """
 
     def __init__(
@@ -106,6 +230,7 @@ class PolicyRollouts:
         sampling: Sampling | None = None,
         max_new_tokens: int = 256,
         depths: Sequence[int] = (0, 4),
+        refreshing: RefreshRule | None = None,
     ):
         unwrapped = getattr(model, "get_base_model", lambda: model)()
         self.target = Target(unwrapped, tokenizer)
@@ -114,6 +239,8 @@ class PolicyRollouts:
         self.sampling = sampling or Sampling(temperature=1.0)
         self.max_new_tokens = max_new_tokens
         self.choice = DepthChoice(depths if drafter is not None else (0,))
+        self.refreshing = refreshing
+        self.learner = None if refreshing is None else Learner(drafter, self.target)
         self.history: deque[Rollout] = deque(maxlen=_KEPT)
         self._last = (-1, 0)  # the trainer's latest step, and how often it asked in it
 
@@ -125,6 +252,7 @@ class PolicyRollouts:
         """
         if not prompts:
             raise BadInputError("rollout: there are no prompts.")
+        refresh_seconds = self._refresh(step)
         depth = self.choice.next()
         sampling = replace(self.sampling, seed=self.sampling.seed + step * _STEPS_APART)
         rule = "auto" if sampling.greedy else "coupled"
@@ -133,11 +261,30 @@ class PolicyRollouts:
             ids = [part * _ROWS + row for row in range(len(prompts))]
             plan = Plan(depth, verify=rule)
             output = self.decoder.generate(prompts, self.max_new_tokens, sampling, plan, sequence_ids=ids)
-            self.choice.observe(depth, time.perf_counter() - began, output.stats.num_tokens)
+            seconds = time.perf_counter() - began
             values = self.log_probabilities(prompts, output.tokens) if logprobs else None
-        found = Rollout(output.tokens, values, output.stats.tau, depth)
+        self.choice.observe(depth, seconds, output.stats.num_tokens)
+        if self.learner is not None and self.refreshing is not None:
+            self.refreshing.observe(output.stats.tau, depth, seconds)
+            self.learner.add(prompts, output.tokens)
+        found = Rollout(output.tokens, values, output.stats.tau, depth, seconds, refresh_seconds)
         self.history.append(found)
         return found
+
+    def _refresh(self, step: int) -> float:
+        """Refresh the drafter if that pays by now, and return the seconds that it took."""
+        rule, seconds = self.refreshing, 0.0
+        if rule is None or self.learner is None:
+            return seconds
+        if rule.cost is None and rule.lost > 0:
+            seconds = self.learner.refresh(updates=1)  # a first look at what a refresh costs
+            rule.cost = _UPDATES * seconds
+        if rule.is_due(step):
+            spent = self.learner.refresh()
+            rule.refreshed(spent)
+            self.choice.try_again()
+            seconds += spent
+        return seconds
 
     @torch.no_grad()
     def log_probabilities(
@@ -161,6 +308,8 @@ class PolicyRollouts:
         template = dict(trainer.args.chat_template_kwargs or {})
         tokens = [self._tokens(prompt, template) for prompt in prompts]
         step = trainer.state.global_step
+        if self.refreshing is not None:
+            self.refreshing.steps = trainer.state.max_steps
         calls = self._last[1] + 1 if self._last[0] == step else 0
         self._last = (step, calls)
         part = calls * trainer.accelerator.num_processes + trainer.accelerator.process_index

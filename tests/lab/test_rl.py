@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 
 from outrider.common import BadInputError
 from outrider.decode import Sampling
-from outrider.heads import Suffix, SuffixConfig
-from outrider.lab.rl import DepthChoice, PolicyRollouts
+from outrider.heads import Eagle1, Eagle1Config, Suffix, SuffixConfig, fuse
+from outrider.lab.rl import DepthChoice, Learner, PolicyRollouts, RefreshRule
 from outrider.targets import Target
 
 from ..closeness import assert_same, terms
@@ -83,6 +84,75 @@ def test_the_mode_of_the_policy_is_given_back_even_after_a_failure(tiny_target):
     assert tiny_target.model.training
     with pytest.raises(BadInputError, match="no prompts"):
         rollouts.rollout([], step=0)
+
+
+class Always(RefreshRule):
+    """A refresh before every rollout but the first one."""
+
+    def is_due(self, step: int) -> bool:
+        return step > 0
+
+
+def test_a_drafter_that_learns_meanwhile_changes_neither_texts_nor_policy(policy):
+    """Eagle-1's noise is drawn from torch's generator, and it reads the policy's embeddings at both ends."""
+    torch.manual_seed(0)
+    head = Eagle1.build(Eagle1Config(num_layers=1), policy)
+    untrained = copy.deepcopy(head).eval()
+    model = copy.deepcopy(policy.model).requires_grad_(True)
+    sampling = Sampling(temperature=0.2)
+    plain = PolicyRollouts(policy.model, policy.tokenizer, None, sampling, max_new_tokens=24)
+    drafter = fuse({"type": "ngram", "min_match": 3}, head)
+    drafted = PolicyRollouts(model, policy.tokenizer, drafter, sampling, 24, depths=(3,), refreshing=Always())
+    for step in range(6):
+        torch.manual_seed(step)
+        expected = plain.rollout(PROMPTS * 4, step)
+        noise = torch.rand(3)
+        torch.manual_seed(step)
+        assert drafted.rollout(PROMPTS * 4, step).completions == expected.completions
+        assert torch.equal(torch.rand(3), noise), "a trainer draws what it would draw without drafts"
+        changed(policy.model, step)
+        changed(model, step)
+    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
+    assert max(rollout.tau for rollout in drafted.history) > 1
+    learner = drafted.learner
+    assert learner is not None
+    batch = learner.batches.of(learner.lessons[-1])
+    with torch.no_grad():
+        assert head.loss(batch).mean < 0.9 * untrained.loss(batch).mean, "it learns"
+    with pytest.raises(BadInputError, match="has none; leave the rule out"):
+        Learner(suffix(), policy)
+
+
+def refreshes(rule: RefreshRule, steps: int, drift: float) -> list[int]:
+    """Return the steps with a refresh, where rounds a token grow by `drift` with each step after one."""
+    age, found = 0, []
+    for step in range(steps):
+        if rule.is_due(step):
+            rule.refreshed(4.0)
+            age = 0
+            found.append(step)
+        rule.observe(1 / (0.5 * (1 + drift * max(age - 1, 0))), 4, 1.0)
+        age += 1
+    return found
+
+
+def test_a_refresh_comes_when_what_was_lost_is_what_it_costs():
+    """A loss of 1% more each step reaches a cost of four rollouts after some √(2 · 4 / 0.01) = 28 steps."""
+    found = refreshes(RefreshRule(cost=4.0), 200, 0.01)
+    assert all(28 <= after - before <= 38 for before, after in pairwise([0, *found])), found
+    assert refreshes(RefreshRule(cost=4.0, steps=200), 200, 0.01) == found[: len(found) - (found[-1] > 180)]
+    assert refreshes(RefreshRule(cost=4.0, steps=34), 34, 0.01) == [], "too late to gain anything"
+    assert refreshes(RefreshRule(cost=4.0), 200, 0.0) == []
+
+
+def test_the_cost_of_a_refresh_is_looked_at_before_the_first_one(policy):
+    head = Eagle1.build(Eagle1Config(num_layers=1), policy)
+    rule = RefreshRule()
+    rollouts = PolicyRollouts(policy.model, policy.tokenizer, head, max_new_tokens=9, depths=(2,), refreshing=rule)
+    rollouts.rollout(PROMPTS, 0)
+    rule.lost = 1e-9
+    assert rollouts.rollout(PROMPTS, 1).refresh_seconds > 0
+    assert rule.cost == 12 * rollouts.history[-1].refresh_seconds
 
 
 def taken(choice: DepthChoice, pace: dict[int, float], rollouts: int) -> list[int]:

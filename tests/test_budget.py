@@ -32,9 +32,9 @@ ROOMS = {
     "pair": 3560,
     "serving": 2475,
     "scripts": 4250,
-    LAB: 10_000,
+    LAB: 10_150,
 }
-OTHERS = {"tests": 56_060, "benchmarks": 4210}
+OTHERS = {"tests": 56_150, "benchmarks": 4210}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

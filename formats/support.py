@@ -42,6 +42,7 @@ SERVED = {
     ("vllm", "medusa"): ServedHere(*_VLLM, "served-variants-cpu-fp32", "medusa", 1.553, 1.553),
     ("vllm", "mtp"): ServedHere(*_VLLM, "served-mtp-cpu-fp32", "mtp", 1.299, 1.299),
     ("vllm", "dflash"): ServedHere(*_VLLM, "served-blocks-cpu-fp32", "dflash", 1.605, 1.605),
+    ("vllm", "tli"): ServedHere("vLLM 0.32, CPU", "2026-11-30", "served-tli-cpu-fp32", "tli", 1.101, 1.101),
     ("gguf", "eagle3"): ServedHere(
         "llama.cpp 11549, CPU", "2026-11-29", "served-llama-heads-cpu-fp32", "eagle3", 2.210, 2.210
     ),

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from ..common.places import require_new
-from ..scripts.options import AsJson, named_pair, pair_of, pairs_like, recipe_of
+from ..scripts.options import AsJson, named_pair, pair_of, pairs_like, recipe_of, recipes_like
 from ..scripts.output import console_for, finish, print_lines
 
 
@@ -17,8 +17,8 @@ def candidates(
     name: Annotated[
         Path,
         typer.Argument(
-            metavar="PAIR|RECIPE",
-            autocompletion=pairs_like,
+            metavar="RECIPE|PAIR",
+            autocompletion=lambda incomplete: [*recipes_like(incomplete), *pairs_like(incomplete)],
             callback=named_pair,
             help="A pair, or a recipe that was trained, of an eagle1 or an eagle3.",
         ),

@@ -136,7 +136,8 @@ def train(
             provenance.keep_target(recipe, target, goes_on=start is not None)
         check_with_target(recipe, args, target, drafter)
         warm = is_warm(recipe.drafter) and (drafter is None or isinstance(drafter, LowRank))
-        begun = warm_folder(recipe.drafter) if warm else None
+        may_stay = warm and recipe.training.get("load_best_model_at_end", True)
+        begun = warm_folder(recipe.drafter) if may_stay else None
         training = _Training(recipe, args, target, console, seconds, until, begun)
         data = distill(recipe, target, console)
         with training.closing:
@@ -201,7 +202,8 @@ class _Training:
     """One training of a recipe for a target: makes its trainer, runs the loop, and writes the results.
 
     Attributes:
-        begun: the folder of the drafter that it goes on from, which stays as it is if no step makes it better.
+        begun: the folder of the drafter that it goes on from, which stays as it is if no step makes it better; None
+            for a new one, or where the last weights are asked for.
     """
 
     recipe: Recipe
@@ -325,7 +327,7 @@ class _Training:
         if start is not None:
             _log.warning("continuing from %s", start)
             self.args.eval_on_start |= checkpoints.lacks_evaluation(start, self.args)
-        elif self.begun is not None and self.recipe.training.get("load_best_model_at_end", True):
+        elif self.begun is not None:
             self.args.eval_on_start |= len(trainer.data.held_out) > 0
         name, shown = f"training {self.recipe.name}", self.console or VisibleConsole(stderr=True)
         has_bar = self.args.process_index == 0 and not self.args.disable_tqdm

@@ -292,7 +292,8 @@ def test_a_warm_start_that_only_made_it_worse_leaves_the_drafter_as_it_was(recip
         assert "it stays as it was" in caplog.text
         assert ", before the training (" in held_out_taus(result.metrics, result.kept)
         caplog.clear()
-    last = train(recipe("last", warm, {"holdout": 0.5}, load_best_model_at_end=False, **settings), target)
+    asked = {"load_best_model_at_end": False, "eval_on_start": True}
+    last = train(recipe("last", warm, {"holdout": 0.5}, **settings, **asked), target)
     assert weights(last) != weights(first)
 
 

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from scipy.special import stdtrit
 
-from outrider.decode import Decoder, Plan, Round, Sampling, depth_counts
+from outrider.decode import Decoder, Output, Plan, Round, Sampling, depth_counts
 from outrider.eval.reports.figures import Ratio
 
 Rounds = list[list["Round"]]  # of each prompt
 
 
-def rounds_of(
+def outputs_of(
     decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, plan: Plan, batch: int
-) -> Rounds:
-    """Return all rounds of each prompt. Prompts run `batch` at a time: acceptance does not depend on it."""
-    found: Rounds = []
+) -> Iterator[Output]:
+    """Yield the output of each `batch` of prompts, numbered over all: neither text nor acceptance depends on it."""
     for start in range(0, len(prompts), batch):
         group = [list(prompt) for prompt in prompts[start : start + batch]]
         ids = list(range(start, start + len(group)))
-        found += decoder.generate(group, max_new_tokens, sampling, plan, sequence_ids=ids).rounds
-    return found
+        yield decoder.generate(group, max_new_tokens, sampling, plan, sequence_ids=ids)
+
+
+def rounds_of(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, plan: Plan, batch: int
+) -> Rounds:
+    """Return all rounds of each prompt. Prompts run `batch` at a time."""
+    outputs = outputs_of(decoder, prompts, max_new_tokens, sampling, plan, batch)
+    return [rounds for output in outputs for rounds in output.rounds]
 
 
 def pooled(runs: Sequence[Rounds]) -> Rounds:

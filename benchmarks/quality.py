@@ -26,6 +26,7 @@ from outrider.eval.reports.statistics import Bootstrap
 from outrider.heads import Drafter
 from outrider.targets import Target
 
+from .acceptance import outputs_of
 from .grown import Grown
 from .report import command, conditions, interval, number, options, publish, shown, table, write
 
@@ -57,12 +58,8 @@ class Exam:
     def answers(self, drafter: Drafter | None, sampling: Sampling, asked: Namespace) -> Texts:
         """Return the new tokens after each prompt."""
         decoder, plan = Decoder(self.target, drafter), Plan(asked.depth if drafter else 0)
-        found: Texts = []
-        for start in range(0, len(self.prompts), asked.batch):
-            group = self.prompts[start : start + asked.batch]
-            ids = list(range(start, start + len(group)))
-            found += decoder.generate(group, asked.max_new_tokens, sampling, plan, sequence_ids=ids).tokens
-        return found
+        outputs = outputs_of(decoder, self.prompts, asked.max_new_tokens, sampling, plan, asked.batch)
+        return [tokens for output in outputs for tokens in output.tokens]
 
     def right(self, texts: Texts) -> list[int]:
         """Return 1 for each right answer, 0 for each other one."""

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from ..common.places import require_new
-from ..scripts.options import AsJson, named_pair, pair_of, pairs_like, recipe_of, recipes_like
+from ..scripts.options import AsJson, named_pair, pair_of, recipe_of, recipes_or_pairs_like
 from ..scripts.output import console_for, finish, print_lines
 
 
@@ -18,7 +18,7 @@ def candidates(
         Path,
         typer.Argument(
             metavar="RECIPE|PAIR",
-            autocompletion=lambda incomplete: [*recipes_like(incomplete), *pairs_like(incomplete)],
+            autocompletion=recipes_or_pairs_like,
             callback=named_pair,
             help="A pair, or a recipe that was trained, of an eagle1 or an eagle3.",
         ),

@@ -31,9 +31,8 @@ from .options import (
     Temperature,
     checked_temperatures,
     pair_of,
-    pairs_like,
     recipe_of,
-    recipes_like,
+    recipes_or_pairs_like,
     share,
 )
 from .output import console_for, finish, print_lines
@@ -47,7 +46,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="RECIPE|PAIR",
-            autocompletion=lambda incomplete: [*recipes_like(incomplete), *pairs_like(incomplete)],
+            autocompletion=recipes_or_pairs_like,
             help="A recipe (its trained drafter is measured), or a pair's folder.",
         ),
     ],

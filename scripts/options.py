@@ -31,6 +31,10 @@ def pairs_like(incomplete: str) -> list[str]:
     return sorted(file.removesuffix("/pair.json") for files in found for file in files)
 
 
+def recipes_or_pairs_like(incomplete: str) -> list[str]:
+    return [*recipes_like(incomplete), *pairs_like(incomplete)]
+
+
 RecipeName = Annotated[
     str,
     typer.Argument(

@@ -10,6 +10,7 @@ from ..scripts.help_examples import examples_by_verb
 from ..scripts.verb_group import VerbGroup
 from .candidates_verb import candidates
 from .capacity import capacity
+from .fleet_verb import fleet
 from .gate_verb import gate
 from .grow_verb import grow
 from .learn_verb import learn
@@ -25,6 +26,7 @@ outrider lab vocab embedded-eagle3 --size 1024 --size 2048
 outrider lab candidates runs/pair-v1 --out runs/candidates --rank 64 --candidates 64
 outrider lab capacity runs/pair-v1 --arrivals 2 --arrivals 20
 outrider lab capacity runs/pair-v1 --arrivals 20 --latency 1.5 --max-batch 64 --json
+outrider lab fleet runs/pair-v1 --adapters path/to/adapters --out runs/fleet
 outrider lab replay runs/pair-v1 --limit 5
 outrider lab replay runs/pair-v1 --to vllm --export runs/vllm
 outrider lab report runs/pair-v1 --to modelopt --to vllm --out runs/forms
@@ -43,7 +45,7 @@ outrider lab watch http://127.0.0.1:8000 --once --state watch.json
 """
 
 lab_app = typer.Typer(no_args_is_help=True, help="Young or rare tools, and tools for authors of drafters.")
-for _verb in (candidates, capacity, gate, grow, learn, replay, report, search, transplant, vocab, watch):
+for _verb in (candidates, capacity, fleet, gate, grow, learn, replay, report, search, transplant, vocab, watch):
     lab_app.command()(_verb)
 
 

@@ -9,6 +9,7 @@ from ..pair.manifest import Figure
 from ..scripts.json_schemas import REPORT
 from .candidates import CandidateFigures
 from .claims import Contradiction
+from .fleet import FleetRoutes
 from .learning import Event
 from .load_simulation import Capacity
 from .replay import Replayed
@@ -35,6 +36,7 @@ BODIES: dict[str, Any] = {
     "search": REPORT,
     "watch": WatchEvent,
     "learn": Event,
+    "fleet": FleetRoutes,
     "report-check": {"files": dict[str, list[Contradiction]]},
     "report-forms": {"files": dict[str, str], "conventions": str},
     "report-trend": {"folder": str, "versions": list[TrendVersion]},

@@ -151,10 +151,21 @@ def drafter_change(
     known = {m.id: m for m in baseline.prompts}
     new = calibrate(target, drafter, pair.calibration(), baseline, pair.plan, console)
     old = [known[m.id] for m in new]
-    bootstrap, figure = _bootstrap(new, seed), _deciding(baseline)
-    now, before = _ratio(new, figure), _ratio(old, figure)
-    intervals = (bootstrap.ratio(now), bootstrap.ratio(before), bootstrap.quotient(now, before))
+    intervals = (tau_of(new, baseline, seed), tau_of(old, baseline, seed), tau_change(new, old, baseline, seed))
     return DrafterChange(*intervals, len(new), baseline.max_new_tokens, baseline.temperature)
+
+
+def tau_of(measures: Sequence[PromptMeasure], baseline: ProbeBaseline, seed: int = 0) -> Interval:
+    """Return the deciding τ of a pair with this baseline on the measured prompts."""
+    return _bootstrap(measures, seed).ratio(_ratio(measures, _deciding(baseline)))
+
+
+def tau_change(
+    new: Sequence[PromptMeasure], old: Sequence[PromptMeasure], baseline: ProbeBaseline, seed: int = 0
+) -> Interval:
+    """Return the deciding τ of `new` ÷ that of `old`, measures of the same prompts in the same order."""
+    figure = _deciding(baseline)
+    return _bootstrap(new, seed).quotient(_ratio(new, figure), _ratio(old, figure))
 
 
 # Numerator, denominator and offset of each figure, a ratio over prompts.

@@ -1,0 +1,233 @@
+"""A fleet: one target, many adapters of it, and the few drafters that serve them all.
+
+Every adapter's target answers the pair's calibration prompts with the pair's own drafter, as in a probe. Of those that
+lose τ the one that loses most leads a group: a low-rank change of the drafter is learnt from its answers. All that lose
+try this drafter, and the one that still loses most leads the next group. In the end each adapter is routed to the
+drafter with which it has the largest τ; to another than the pair's own only where that is certain.
+
+folder/asked.json               the settings
+folder/tried/ADAPTER/LEADER.json    what was counted on an adapter's target with a drafter; `_own.json` with the pair's
+folder/groups/LEADER/           the refresh for a leader (`pair.refresh`); its pair has the drafter
+folder/routes.json              the result, written last
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from ..common import BadInputError
+from ..common.atomic import write_atomically
+from ..common.locks import locked
+from ..common.places import require_outside
+from ..common.untrusted_files import read_json, read_text
+from ..common.values import ForeignModel
+from ..eval.reports.figures import Interval
+from ..heads import load_drafter
+from ..pair import Pair
+from ..pair.calibration import calibrate
+from ..pair.manifest import Figure, ProbeBaseline, PromptMeasure
+from ..pair.probing import TOLERANCE, tau_change, tau_of
+from ..pair.refresh import RefreshOptions, refresh
+from ..targets import Target
+from ..targets.fingerprint import digest_files, digest_json
+from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+OWN = "_own"  # the pair's own drafter
+ASKED, ROUTES = "asked.json", "routes.json"
+
+
+@dataclass(frozen=True)
+class FleetOptions:
+    """How a fleet is served.
+
+    Attributes:
+        rank: of a group's change. most: groups. seconds: of training each; None for the steps of a refresh.
+        tolerance: share of τ that an adapter may lose without a drafter of another kind.
+        overrides: changes to the pair's recipe, KEY=VALUE.
+    """
+
+    rank: int = 8
+    most: int = 5
+    seconds: float | None = None
+    tolerance: float = TOLERANCE
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Route:
+    """The drafter of an adapter, by the leader of its group; "_own" is the pair's.
+
+    Attributes:
+        before, now: τ of the adapter's target with the pair's own drafter, and with this one.
+        kept: `now` ÷ τ of the pair on its own target, on the same prompts.
+    """
+
+    adapter: str
+    drafter: str
+    before: Figure
+    now: Figure
+    kept: Figure
+
+
+@dataclass(frozen=True)
+class Group:
+    """A drafter of the fleet: where its pair is, and the bytes of its change."""
+
+    leader: str
+    pair: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class FleetRoutes:
+    """The routes of a fleet.
+
+    Attributes:
+        regained: share of the τ that was lost on adapters beyond the tolerance; None if nothing was.
+    """
+
+    routes: list[Route]
+    groups: list[Group]
+    regained: float | None
+
+
+class _Tried(ForeignModel, extra="forbid"):
+    """The figures of a target with a drafter, each by its digest."""
+
+    target: str
+    drafter: str
+    prompts: list[PromptMeasure]
+
+
+def adapters_in(folder: Path) -> dict[str, Path]:
+    """Return the PEFT adapters of a folder by name. BadInputError: there are none, or one takes the pair's name."""
+    found = {file.parent.name: file.parent for file in sorted(folder.glob(f"*/{ADAPTER_CONFIG}"))}
+    if not found or OWN in found:
+        was = f"one called {OWN}" if found else "none"
+        raise BadInputError(f"{folder}: found {was}; expected folders with {ADAPTER_CONFIG}, an adapter each.")
+    return found
+
+
+@dataclass
+class Fleet:
+    """The adapters of a pair's target, and what was tried on each of them."""
+
+    pair: Pair
+    adapters: Mapping[str, Path]
+    folder: Path
+    options: FleetOptions
+    console: Console | None = None
+    tried: dict[tuple[str, str], list[PromptMeasure]] = field(default_factory=dict)  # by adapter and leader
+    leaders: dict[str, Pair] = field(default_factory=dict)
+
+    @property
+    def baseline(self) -> ProbeBaseline:
+        """The figures of the pair on its own target. BadInputError: it has none."""
+        if (baseline := self.pair.manifest.measurements.baseline) is None:
+            raise BadInputError(f"{self.pair.folder}: this pair has no calibration prompts; make it again with some.")
+        return baseline
+
+    def run(self) -> FleetRoutes:
+        """Probe, learn and try until no adapter loses more than the tolerance or there are enough groups."""
+        assert self.baseline
+        require_outside(self.folder, "the fleet")
+        with locked(self.folder):
+            self._begin()
+            for name in self.adapters:
+                self._try(name, OWN)
+            while (leader := self._next_leader()) is not None:
+                self._lead(leader)
+                for name in self.hurt():
+                    self._try(name, leader)
+            routes = self.routes()
+            text = TypeAdapter(FleetRoutes).dump_json(routes, indent=1).decode()
+            write_atomically(self.folder / ROUTES, text + "\n")
+            return routes
+
+    def kept(self, adapter: str, drafter: str) -> Interval:
+        """Return τ of an adapter's target with a drafter ÷ τ of the pair on its own target."""
+        return tau_change(self.tried[adapter, drafter], self.baseline.prompts, self.baseline)
+
+    def hurt(self) -> list[str]:
+        """Return the adapters that lose more than the tolerance with the pair's own drafter."""
+        return [name for name in self.adapters if self.kept(name, OWN).value <= 1 - self.options.tolerance]
+
+    def best(self, adapter: str) -> str:
+        """Return the drafter with the largest τ of those that are certainly better than the pair's own; else that."""
+        own = self.tried[adapter, OWN]
+        better = [
+            leader
+            for leader in self.leaders
+            if (adapter, leader) in self.tried and tau_change(self.tried[adapter, leader], own, self.baseline).low > 1
+        ]
+        return max(better, key=lambda leader: self.kept(adapter, leader).value, default=OWN)
+
+    def routes(self) -> FleetRoutes:
+        """Return every adapter's route by what has been tried."""
+        routes = list[Route]()
+        lost = regained = 0.0
+        for name in self.adapters:
+            drafter = self.best(name)
+            before, now = (tau_of(self.tried[name, d], self.baseline) for d in (OWN, drafter))
+            kept = self.kept(name, drafter)
+            routes.append(Route(name, drafter, Figure.of(before), Figure.of(now), Figure.of(kept)))
+            if name in self.hurt():
+                was_lost = tau_of(self.baseline.prompts, self.baseline).value - before.value
+                lost += was_lost
+                regained += min(now.value - before.value, was_lost)
+        groups = [
+            Group(leader, str(made.folder), (made.drafter_folder / ADAPTER_WEIGHTS).stat().st_size)
+            for leader, made in self.leaders.items()
+        ]
+        return FleetRoutes(routes, groups, regained / lost if lost else None)
+
+    def _next_leader(self) -> str | None:
+        """Return the adapter that loses most with what was tried; None if there are enough groups, or none loses."""
+        if len(self.leaders) == self.options.most:
+            return None
+        kept = {name: self.kept(name, self.best(name)).value for name in self.hurt() if name not in self.leaders}
+        leader = min(kept, key=lambda name: kept[name], default=None)
+        return leader if leader is not None and kept[leader] <= 1 - self.options.tolerance else None
+
+    def _lead(self, leader: str) -> None:
+        """Learn a change of the drafter from the answers of the leader's target."""
+        options, place = self.options, self.folder / "groups" / leader
+        training = RefreshOptions(options.rank, options.seconds)
+        target = self._target(leader)
+        self.leaders[leader] = refresh(self.pair, target, place, options.overrides, self.console, training, False)
+
+    def _target(self, adapter: str) -> Target:
+        path = self.pair.manifest.target.source.path
+        if path is None or self.pair.adapter is not None:
+            found = "was given in memory" if path is None else "is itself an adapter's"
+            raise BadInputError(f"{self.pair.folder}: its target {found}; expected that of which all are adapters.")
+        return self.pair.load_target(path, adapter=str(self.adapters[adapter]))
+
+    def _try(self, adapter: str, leader: str) -> None:
+        """Count the rounds of an adapter's target with a drafter on the calibration prompts, unless that was done."""
+        folder = (self.pair if leader == OWN else self.leaders[leader]).drafter_folder
+        target, file = self._target(adapter), self.folder / "tried" / adapter / f"{leader}.json"
+        digests = {"target": target.fingerprint().digest, "drafter": digest_json(digest_files(folder))}
+        found = _Tried.model_validate(read_json(file)) if file.is_file() else None
+        if found is None or digests.items() - found.model_dump(include=set(digests)).items():
+            drafter, prompts = load_drafter(folder, target), self.pair.calibration()
+            counted = calibrate(target, drafter, prompts, self.baseline, self.pair.plan, self.console)
+            found = _Tried(**digests, prompts=counted)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, found.model_dump_json(indent=1) + "\n")
+        self.tried[adapter, leader] = found.prompts
+
+    def _begin(self) -> None:
+        """Write down what is asked for. BadInputError: another fleet was asked for in this folder."""
+        file = self.folder / ASKED
+        asked = json.dumps({"pair": self.pair.digest} | asdict(self.options), indent=1) + "\n"
+        if file.is_file() and read_text(file) != asked:
+            raise BadInputError(f"{self.folder} holds a fleet that was asked for in another way; choose another --out.")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, asked)

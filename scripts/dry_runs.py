@@ -17,6 +17,7 @@ from .output import finish, print_facts
 if TYPE_CHECKING:
     from ..pair import Pair, PairFiles
     from ..recipes import Recipe
+    from ..targets import Target
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Only say what would be read, written, spent and sent; do nothing.")
@@ -44,8 +45,13 @@ class Intent:
         finish(as_json, "dry-run", asdict(self), show=lambda: print_facts(facts, VisibleConsole()))
 
 
-def of_recipe(recipe: Recipe, trains: bool = True, seconds: float | None = None) -> Intent:
-    """Return what distilling a recipe takes, and if it `trains`, that too: for its steps, or for `seconds`."""
+def of_recipe(
+    recipe: Recipe, trains: bool = True, seconds: float | None = None, sketch: Target | None = None
+) -> Intent:
+    """Return what distilling a recipe takes, and if it `trains`, that too: for its steps, or for `seconds`.
+
+    `sketch`: its target without contents, where several recipes have the same.
+    """
     from ..distill.responses import data_folder
     from ..distill.sources import as_specs
     from ..train.arguments import push_of, training_arguments
@@ -65,21 +71,21 @@ def of_recipe(recipe: Recipe, trains: bool = True, seconds: float | None = None)
         sends += [f"texts to the target's engine at {url}" for url in _each(None if engine is None else engine.url)]
         sends += [f"figures to {name}" for name in _each(training_arguments(recipe).report_to)]
         sends += [] if push is None else [f"the drafter, its recipe and a card to hf://{push.repository}"]
-    return Intent(reads, writes, list(_spent(recipe, trains, seconds)), sends)
+    return Intent(reads, writes, list(_spent(recipe, trains, seconds, sketch)), sends)
 
 
 def _each(found: str | list[str] | None) -> list[str]:
     return [found] if isinstance(found, str) else found or []
 
 
-def _spent(recipe: Recipe, trains: bool, seconds: float | None) -> Iterator[str]:
+def _spent(recipe: Recipe, trains: bool, seconds: float | None, sketch: Target | None) -> Iterator[str]:
     from ..train.resource_estimate import UnknownNeedsError, plan
     from .plan import sizes
 
     if seconds is not None:
         yield f"{seconds:g} seconds of training: {recipe.name}"
     try:
-        found = sizes(plan(recipe))
+        found = sizes(plan(recipe, sketch=sketch))
     except UnknownNeedsError as error:
         yield f"an unknown amount: {error}"
         return
@@ -102,10 +108,12 @@ def of_comparison(recipes: list[Recipe], seconds: float, out: Path) -> Intent:
     """Return what a comparison takes. Raises as `train.compare` for recipes that cannot be compared."""
     from ..train.arguments import unpushed
     from ..train.compare import check_comparison
+    from ..train.resource_estimate import sketch_target
 
     place = check_comparison(recipes, seconds, out)
     moved = [r.model_copy(update={"output": str(place), "training": unpushed(r.training)}) for r in recipes]
-    each = [of_recipe(recipe, seconds=seconds) for recipe in moved]
+    sketch = sketch_target(recipes[0])
+    each = [of_recipe(recipe, seconds=seconds, sketch=sketch) for recipe in moved]
     return Intent.joined([*each, Intent([], [f"report: {place / 'report'}"], list(measured(recipes[0])), [])])
 
 

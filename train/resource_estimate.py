@@ -51,7 +51,12 @@ class UnknownShapesError(UnknownNeedsError):
 
 
 def plan(
-    recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: int | None = None, measured: bool = False
+    recipe: Recipe,
+    processes: int = 1,
+    sharding: Sharding = "none",
+    rows: int | None = None,
+    measured: bool = False,
+    sketch: Target | None = None,
 ) -> Needs:
     """Return the needs of training this recipe, by configs, and the lengths of finished responses or local prompts.
 
@@ -60,6 +65,7 @@ def plan(
         sharding: of the drafter's training, as the accelerate config says.
         rows: prompts, where neither `data.limit` nor local files tell.
         measured: also load the target, and measure how fast this machine answers and trains.
+        sketch: the recipe's target without contents, as an earlier plan used it (`sketch_target`).
 
     Raises BadInputError for a config that cannot be read, a drafter that cannot be trained, or an unknown number of
     prompts.
@@ -72,7 +78,7 @@ def plan(
     drafter_class = check_drafter(recipe.drafter)
     check_abilities(recipe, drafter_class)
     args = _arguments(recipe)
-    target = sketch_target(recipe)
+    target = sketch or sketch_target(recipe)
     work = workload(recipe, rows)
     drafter = sketch_drafter(recipe, target)
     packing = packing_of(recipe.training)

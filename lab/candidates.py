@@ -56,7 +56,7 @@ class CandidatesConfig(DrafterConfig):
     num_candidates: int = 64
 
 
-class Candidates(Drafter[CandidatesConfig]):
+class CandidateHead(Drafter[CandidatesConfig]):
     """An EAGLE head that drafts among candidates.
 
     Args:
@@ -137,7 +137,7 @@ class Candidates(Drafter[CandidatesConfig]):
         return embed_output
 
 
-class _Recorder(Candidates):
+class _Recorder(CandidateHead):
     """A head that drafts alone, and keeps the states that its output embedding reads."""
 
     states: list[Tensor]
@@ -165,7 +165,7 @@ def states_of(head: Drafter, target: Target, prompts: Sequence[Sequence[int]], l
 
 
 @torch.no_grad()
-def fit(drafter: Candidates, target: Target, states: Tensor) -> None:
+def fit(drafter: CandidateHead, target: Target, states: Tensor) -> None:
     """Set the factors in closed form, by the states `[T, H]` that the output embedding reads, in float64."""
     table, ids = drafter.table(target)
     rows, known = (table if ids is None else table[ids]).double(), states.double()
@@ -184,7 +184,7 @@ def fit(drafter: Candidates, target: Target, states: Tensor) -> None:
 
 
 @torch.no_grad()
-def recall(drafter: Candidates, target: Target, states: Tensor) -> tuple[float, float]:
+def recall(drafter: CandidateHead, target: Target, states: Tensor) -> tuple[float, float]:
     """Return how often the head's most probable token is a candidate, and the probability of all candidates."""
     best, mass = 0.0, 0.0
     for part in states.split(_CHUNK):
@@ -195,7 +195,7 @@ def recall(drafter: Candidates, target: Target, states: Tensor) -> tuple[float, 
     return best / len(states), mass / len(states)
 
 
-def _logits(drafter: Candidates, target: Target, states: Tensor) -> Tensor:
+def _logits(drafter: CandidateHead, target: Target, states: Tensor) -> Tensor:
     """Return the head's own logits `[T, V']` of states `[T, H]`."""
     return drafter.head.embed_output(states, target).float()
 
@@ -217,7 +217,7 @@ class CandidateFigures:
 
 
 def figures(
-    drafter: Candidates, target: Target, plan: Plan, suites: Sequence[Suite], settings: EvalSpec
+    drafter: CandidateHead, target: Target, plan: Plan, suites: Sequence[Suite], settings: EvalSpec
 ) -> CandidateFigures:
     """Measure a head alone and among candidates, in turns, at the settings' first temperature."""
     temperature = settings.temperatures[0]

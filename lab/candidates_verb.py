@@ -38,11 +38,11 @@ def candidates(
     from ..common.locks import locked
     from ..distill.recipe_prompts import recipe_prompts
     from ..scripts.eval_setup import EvalOptions, load_setup
-    from .candidates import Candidates, figures, fit, states_of
+    from .candidates import CandidateHead, figures, fit, states_of
 
     setup = load_setup(str(name), EvalOptions(settings={} if limit is None else {"limit": limit}, quick=True))
     target, plan = setup.target, setup.plan
-    drafter = Candidates.over(setup.drafter, rank, num)
+    drafter = CandidateHead.over(setup.drafter, rank, num)
     drafter.check(target)
     measured = {digest for suite in setup.suites for prompt in suite.prompts for digest in prompt.asked_digests()}
     few = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": prompts, "allow_leaks": True})})

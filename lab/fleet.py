@@ -76,7 +76,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupDrafter:
     """A drafter of the fleet: where its pair is, and the bytes of its change."""
 
     leader: str
@@ -93,7 +93,7 @@ class FleetRoutes:
     """
 
     routes: list[Route]
-    groups: list[Group]
+    groups: list[GroupDrafter]
     regained: float | None
 
 
@@ -182,7 +182,7 @@ class Fleet:
                 lost += was_lost
                 regained += min(now.value - before.value, was_lost)
         groups = [
-            Group(leader, str(made.folder), (made.drafter_folder / ADAPTER_WEIGHTS).stat().st_size)
+            GroupDrafter(leader, str(made.folder), (made.drafter_folder / ADAPTER_WEIGHTS).stat().st_size)
             for leader, made in self.leaders.items()
         ]
         return FleetRoutes(routes, groups, regained / lost if lost else None)

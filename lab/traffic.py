@@ -48,13 +48,13 @@ class _Message(ForeignModel):
         return self.content
 
 
-class _Request(ForeignModel):
+class _LoggedRequest(ForeignModel):
     messages: list[_Message] = Field(default=[])
     prompt: str | list[object] | None = None
     tools: list[object] | None = None
 
 
-class _Choice(ForeignModel):
+class _LoggedChoice(ForeignModel):
     """One answer, or a streamed part of it."""
 
     message: _Message | None = None
@@ -75,11 +75,11 @@ class _Timings(ForeignModel):
         return tokens, max(tokens - self.draft_n_accepted, 0)  # what is no kept draft came out of a round
 
 
-class _Usage(ForeignModel):
+class _LoggedUsage(ForeignModel):
     completion_tokens: Count = 0
 
 
-class _Drafting(ForeignModel):
+class _LoggedDrafting(ForeignModel):
     """What vLLM (0.32) tells of a request under `--per-request-spec-decode-metrics`: rounds with drafts, those kept."""
 
     num_spec_steps: Count
@@ -92,13 +92,13 @@ class _Drafting(ForeignModel):
 
 
 class _Metrics(ForeignModel):
-    speculative_decoding: _Drafting | None = None
+    speculative_decoding: _LoggedDrafting | None = None
 
 
 class _Response(ForeignModel):
-    choices: list[_Choice] = Field(default=[])
+    choices: list[_LoggedChoice] = Field(default=[])
     timings: _Timings | None = None
-    usage: _Usage | None = None
+    usage: _LoggedUsage | None = None
     metrics: _Metrics | None = None
 
     @property
@@ -204,7 +204,7 @@ class Reading:
         Raises:
             Unreadable: one of the two is not what OpenAI's interface has.
         """
-        asked, answer = _read(_Request, request, "the request"), counted_answer(response)
+        asked, answer = _read(_LoggedRequest, request, "the request"), counted_answer(response)
         prompt = self.redacted(asked.prompt if isinstance(asked.prompt, str) and not asked.messages else "")
         is_text = all(message.text is not None for message in asked.messages) and (asked.messages or prompt)
         if asked.tools or not is_text or not answer.text or answer.ended not in ("stop", "length"):
@@ -225,7 +225,7 @@ class Reading:
 
     def category(self, request: bytes) -> str:
         """Return the category of a request, by its last text; "other" where no pattern is found."""
-        asked = _read(_Request, request, "the request")
+        asked = _read(_LoggedRequest, request, "the request")
         last = asked.messages[-1].text if asked.messages else asked.prompt
         found = (name for name, pattern in self.categories.items() if isinstance(last, str) and pattern.search(last))
         return next(found, "other")

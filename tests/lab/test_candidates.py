@@ -16,7 +16,7 @@ from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode.sampling import probabilities
 from outrider.formats.engines import layout_of
 from outrider.heads import Eagle1, Eagle3, PEagle, load_drafter
-from outrider.lab.candidates import Candidates, fit, recall, states_of
+from outrider.lab.candidates import CandidateHead, fit, recall, states_of
 from outrider.targets import Target
 
 from ..closeness import assert_same, precisions
@@ -37,9 +37,9 @@ def heads(target: Target) -> dict[str, Any]:
     }
 
 
-def over(head: Any, rank: int, num_candidates: int) -> Candidates:
+def over(head: Any, rank: int, num_candidates: int) -> CandidateHead:
     torch.manual_seed(0)
-    return Candidates.over(head, rank, num_candidates).requires_grad_(False)
+    return CandidateHead.over(head, rank, num_candidates).requires_grad_(False)
 
 
 def drawn(shape: tuple[int, ...]) -> Tensor:
@@ -180,7 +180,7 @@ def test_a_saved_one_is_checked_at_the_door(target, tiny_llama, tmp_path):
 def test_what_cannot_have_candidates_is_refused(target, tiny_llama):
     parallel = made(PEagle, target, mask_token_id=63)
     with pytest.raises(BadInputError, match="must be an eagle1 or an eagle3 drafter, found 'peagle'"):
-        Candidates.over(parallel, 4, 4)
+        CandidateHead.over(parallel, 4, 4)
     biased = tiny_llama()
     biased.lm_head.bias = torch.nn.Parameter(torch.zeros(64))
     among = over(heads(target)["eagle1"], 4, 4)

@@ -126,16 +126,18 @@ class Fleet:
     tried: dict[tuple[str, str], list[PromptMeasure]] = field(default_factory=dict)  # by adapter and leader
     leaders: dict[str, Pair] = field(default_factory=dict)
 
-    @property
-    def baseline(self) -> ProbeBaseline:
-        """The figures of the pair on its own target. BadInputError: it has none."""
-        if (baseline := self.pair.manifest.measurements.baseline) is None:
+    def __post_init__(self) -> None:
+        source, baseline = self.pair.manifest.target.source.path, self.pair.manifest.measurements.baseline
+        if baseline is None:
             raise BadInputError(f"{self.pair.folder}: this pair has no calibration prompts; make it again with some.")
-        return baseline
+        if source is None or self.pair.adapter is not None:
+            found = "was given in memory" if source is None else "is itself an adapter's"
+            raise BadInputError(f"{self.pair.folder}: its target {found}; expected that of which all are adapters.")
+        self.source: str = source
+        self.baseline: ProbeBaseline = baseline
 
     def run(self) -> FleetRoutes:
         """Probe, learn and try until no adapter loses more than the tolerance or there are enough groups."""
-        assert self.baseline
         require_outside(self.folder, "the fleet")
         with locked(self.folder):
             self._begin()
@@ -203,11 +205,7 @@ class Fleet:
         self.leaders[leader] = refresh(self.pair, target, place, options.overrides, self.console, training, False)
 
     def _target(self, adapter: str) -> Target:
-        path = self.pair.manifest.target.source.path
-        if path is None or self.pair.adapter is not None:
-            found = "was given in memory" if path is None else "is itself an adapter's"
-            raise BadInputError(f"{self.pair.folder}: its target {found}; expected that of which all are adapters.")
-        return self.pair.load_target(path, adapter=str(self.adapters[adapter]))
+        return self.pair.load_target(self.source, adapter=str(self.adapters[adapter]))
 
     def _try(self, adapter: str, leader: str) -> None:
         """Count the rounds of an adapter's target with a drafter on the calibration prompts, unless that was done."""

@@ -57,6 +57,11 @@ class Drafter(SavedDrafter[C]):
     least_answer: ClassVar[int] = 1
 
     @property
+    def learns_as(self) -> type[Drafter]:
+        """The class of which its loss is; another one's in a drafter that is learnt as a change of it."""
+        return type(self)
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """The HF `hidden_states` indices that its session and its loss read; () for none."""
         return ()

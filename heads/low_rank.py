@@ -134,6 +134,10 @@ class LowRank(Drafter[LowRankConfig]):
         self.base.check(target)
 
     @property
+    def learns_as(self) -> type[Drafter]:
+        return self.base.learns_as
+
+    @property
     def taps(self) -> tuple[int, ...]:
         return self.base.taps
 

@@ -21,7 +21,7 @@ LAB = "lab"
 ROOMS = {
     "common": 3325,
     "targets": 7720,
-    "heads": 7640,
+    "heads": 7645,
     "formats": 4590,
     "decode": 4010,
     "recipes": 810,
@@ -34,7 +34,7 @@ ROOMS = {
     "scripts": 4260,
     LAB: 10_430,
 }
-OTHERS = {"tests": 56_260, "benchmarks": 4210}
+OTHERS = {"tests": 56_280, "benchmarks": 4210}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

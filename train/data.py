@@ -150,7 +150,7 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tup
 
 def check_answers(rows: Rows, drafter: Drafter) -> None:
     """Refuse rows that teach a drafter nothing, since all of their answers are too short; warn if most of them do."""
-    least = drafter.least_answer
+    least = drafter.learns_as.least_answer
     if least == 1:
         return
     masks = ([label != IGNORED for label in rows[position]["labels"]] for position in range(len(rows)))

@@ -57,7 +57,7 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
     return drafter_class
 
 
-def check_abilities(recipe: Recipe, drafter_class: type[Drafter]) -> None:
+def check_abilities(recipe: Recipe, drafter_class: type[Drafter], writes_text: bool) -> None:
     """Refuse a drafter that cannot learn, or not as the recipe asks."""
     name, spec = drafter_class.name, recipe.data
     if not drafter_class.trainable:
@@ -75,7 +75,7 @@ def check_abilities(recipe: Recipe, drafter_class: type[Drafter]) -> None:
             f"drafter.max_position_embeddings is {limit}, and answers alone have {spec.max_new_tokens} tokens (data."
             "max_new_tokens): an engine drafts no further than it says; leave it out, and it is the target's."
         )
-    if spec.on_policy and not drafter_class.writes_text:
+    if spec.on_policy and not writes_text:
         raise BadInputError(
             f"data.on_policy is {spec.on_policy:g}, but a drafter of type {name!r} writes no text of its own (it reads "
             "the target's hidden states, or has no weights); leave out data.on_policy, or train a draft_model."

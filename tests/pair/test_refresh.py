@@ -16,11 +16,12 @@ from outrider.common import BadInputError, IncompatibleError
 from outrider.eval.measure import contestants, measure
 from outrider.eval.reports.render import write_report
 from outrider.eval.suites import load_suites
-from outrider.heads import load_drafter
+from outrider.heads import DraftModel, LowRank, load_drafter
 from outrider.pair import Pair, gate_pairs, new_pair, probe, verify
 from outrider.pair.comparison import newest_report
 from outrider.pair.refresh import RefreshOptions, _measured_as, refresh, refresh_recipe
 from outrider.recipes import Recipe, load_recipe
+from outrider.train.check import check
 from outrider.train.stopping import Until
 
 from .conftest import TEXTS, MakePair
@@ -195,6 +196,20 @@ def test_a_low_rank_refresh_keeps_the_parents_weights_as_they_are(trained, make_
     assert (again.drafter_folder / "base" / "model.safetensors").read_bytes() == weights.read_bytes()
     whole = refresh(made, target, tmp_path / "whole", ["training.max_steps=2"])
     assert sorted(whole.manifest.drafter.files) == ["config.json", "model.safetensors"]
+
+
+def test_a_low_rank_change_learns_as_its_base_does(trained, make_target, tmp_path):
+    """From packs, whose texts its base keeps apart; but it writes no text, as a draft model by itself would."""
+    packed = ["training.packing=true", "training.max_length=64", "training.per_device_train_batch_size=1"]
+    head, target = trained(max_steps=3), make_target()
+    made = refresh(head, make_target(noise=0.05), tmp_path / "packed", packed, options=RefreshOptions(rank=2))
+    assert made.manifest.drafter.type == "eagle3"
+    DraftModel(target.model).save(tmp_path / "draft-model")
+    change = LowRank.over(tmp_path / "draft-model", target, 2)
+    assert change.learns_as is DraftModel
+    recipe = head.recipe(["data.on_policy=0.5"])
+    with pytest.raises(BadInputError, match="writes no text of its own"):
+        check(recipe, change)
 
 
 def test_a_low_rank_refresh_that_only_made_it_worse_changes_nothing(trained, make_target, tmp_path):

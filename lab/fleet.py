@@ -7,7 +7,7 @@ drafter with which it has the largest τ; to another than the pair's own only wh
 
 folder/asked.json               the settings
 folder/tried/ADAPTER/LEADER.json    what was counted on an adapter's target with a drafter; `_own.json` with the pair's
-folder/groups/LEADER/           the refresh for a leader (`pair.refresh`); its pair has the drafter
+folder/groups/LEADER/drafter/   learnt for a leader, as a refresh learns (`pair.refresh`)
 folder/routes.json              the result, written last
 """
 
@@ -33,7 +33,7 @@ from ..pair import Pair
 from ..pair.calibration import calibrate
 from ..pair.manifest import Figure, ProbeBaseline, PromptMeasure
 from ..pair.probing import TOLERANCE, tau_change, tau_of
-from ..pair.refresh import RefreshOptions, refresh
+from ..pair.refresh import RefreshOptions, refresh_recipe, refreshed_drafter
 from ..targets import Target
 from ..targets.fingerprint import digest_files, digest_json
 from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -77,10 +77,10 @@ class Route:
 
 @dataclass(frozen=True)
 class GroupDrafter:
-    """A drafter of the fleet: where its pair is, and the bytes of its change."""
+    """A drafter of the fleet: where it is, and the bytes of its change."""
 
     leader: str
-    pair: str
+    drafter: str
     bytes: int
 
 
@@ -124,7 +124,7 @@ class Fleet:
     options: FleetOptions
     console: Console | None = None
     tried: dict[tuple[str, str], list[PromptMeasure]] = field(default_factory=dict)  # by adapter and leader
-    leaders: dict[str, Pair] = field(default_factory=dict)
+    leaders: dict[str, Path] = field(default_factory=dict)  # the drafters of groups
 
     def __post_init__(self) -> None:
         source, baseline = self.pair.manifest.target.source.path, self.pair.manifest.measurements.baseline
@@ -184,8 +184,8 @@ class Fleet:
                 lost += was_lost
                 regained += min(now.value - before.value, was_lost)
         groups = [
-            GroupDrafter(leader, str(made.folder), (made.drafter_folder / ADAPTER_WEIGHTS).stat().st_size)
-            for leader, made in self.leaders.items()
+            GroupDrafter(leader, str(drafter), (drafter / ADAPTER_WEIGHTS).stat().st_size)
+            for leader, drafter in self.leaders.items()
         ]
         return FleetRoutes(routes, groups, regained / lost if lost else None)
 
@@ -199,17 +199,17 @@ class Fleet:
 
     def _lead(self, leader: str) -> None:
         """Learn a change of the drafter from the answers of the leader's target."""
-        options, place = self.options, self.folder / "groups" / leader
+        options, target = self.options, self._target(leader)
+        recipe = refresh_recipe(self.pair, target, self.folder / "groups" / leader, options.overrides)
         training = RefreshOptions(options.rank, options.seconds)
-        target = self._target(leader)
-        self.leaders[leader] = refresh(self.pair, target, place, options.overrides, self.console, training, False)
+        self.leaders[leader] = refreshed_drafter(self.pair, recipe, target, training, self.console)
 
     def _target(self, adapter: str) -> Target:
         return self.pair.load_target(self.source, adapter=str(self.adapters[adapter]))
 
     def _try(self, adapter: str, leader: str) -> None:
         """Count the rounds of an adapter's target with a drafter on the calibration prompts, unless that was done."""
-        folder = (self.pair if leader == OWN else self.leaders[leader]).drafter_folder
+        folder = self.pair.drafter_folder if leader == OWN else self.leaders[leader]
         target, file = self._target(adapter), self.folder / "tried" / adapter / f"{leader}.json"
         digests = {"target": target.fingerprint().digest, "drafter": digest_json(digest_files(folder))}
         found = _Tried.model_validate(read_json(file)) if file.is_file() else None

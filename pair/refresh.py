@@ -92,7 +92,7 @@ def refresh(
     learnt, data = pair.learnt(), f"the training data of the pair {pair.name!r}"
     suites = suites_of(target, settings, recipe.template, learnt, data, recipe.data.allow_leaks)
     with locked(folder):
-        drafter_folder = _trained(pair, recipe, target, console, options)
+        drafter_folder = refreshed_drafter(pair, recipe, target, options, console)
         drafter = load_drafter(drafter_folder, target)
         place = recipe.output_folder / "reports"
         report_folder = _measured(place, settings, suites, target, drafter, drafter_folder, generate_baseline, console)
@@ -130,8 +130,10 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
     return pair.recipe(overrides, changes)
 
 
-def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None, options: RefreshOptions) -> Path:
-    """Return the folder of the drafter after training; a drafter that learns nothing stays as it is."""
+def refreshed_drafter(
+    pair: Pair, recipe: Recipe, target: Target, options: RefreshOptions, console: Console | None = None
+) -> Path:
+    """Return the folder of the drafter after training by `refresh_recipe`'s recipe; one that cannot learn stays."""
     if not HEADS[pair.manifest.drafter.type].trainable:
         return pair.drafter_folder
     finished, asked = recipe.output_folder / "drafter", recipe.output_folder / OPTIONS_FILE

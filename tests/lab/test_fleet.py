@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from outrider.decode import Decoder, Sampling
-from outrider.heads import DraftModel
+from outrider.heads import Drafter, DraftModel, load_drafter
 from outrider.lab.fleet import OWN, Fleet, FleetOptions
 from outrider.pair import Pair, new_pair
 from outrider.pair.calibration import choose_prompts
@@ -59,20 +59,19 @@ def test_a_fleet_from_probes_to_routes(outrider: Command, pair: Pair, adapters: 
 
     # what a route says is what the probe of its adapter counts, with the drafter that it names
     for name, route in by_name.items():
-        made = pair if route["drafter"] == OWN else Pair.load(group["pair"])
+        folder = pair.drafter_folder if route["drafter"] == OWN else Path(group["drafter"])
         target = Target.load(pair.manifest.target.source.path, adapter=str(adapters / name))
-        assert route["now"]["value"] == pytest.approx(counted_tau(made, pair, target))
+        assert route["now"]["value"] == pytest.approx(counted_tau(load_drafter(folder, target), pair, target))
 
-    before = digest_files(tmp_path / "fleet" / "groups" / group["leader"] / "pair")
+    before = digest_files(Path(group["drafter"]))
     (tmp_path / "fleet" / "routes.json").unlink()
     assert json.loads(succeeded(outrider(*words)).stdout) == first
-    assert before == digest_files(tmp_path / "fleet" / "groups" / group["leader"] / "pair")
+    assert before == digest_files(Path(group["drafter"]))
     failed(outrider(*words[:-3], "--most", 2), "asked for in another way")
 
 
-def counted_tau(made: Pair, pair: Pair, target: Target) -> float:
-    """Return τ of a pair's drafter on a target, counted on another pair's calibration prompts."""
-    drafter = made.drafter_for(target)
+def counted_tau(drafter: Drafter, pair: Pair, target: Target) -> float:
+    """Return τ of a drafter on a target, counted on a pair's calibration prompts."""
     prompts = [p.tokens for p in pair.calibration()]
     out = Decoder(target, drafter).generate(prompts, 8, Sampling(0.0), pair.plan)
     rounds = [r for rounds in out.rounds for r in rounds]
@@ -106,7 +105,7 @@ def test_the_pairs_own_drafter_stays_unless_another_is_certainly_better(pair: Pa
             ("two", "y"): [20, 25, 22] * 2,
         },
     )
-    fleet.leaders = {"x": pair, "y": pair}
+    fleet.leaders = {"x": pair.folder, "y": pair.folder}
     assert [fleet.best(name) for name in ("sure", "unsure", "two")] == ["x", OWN, "y"]
 
 
@@ -115,10 +114,10 @@ def test_who_loses_most_leads_the_next_group_until_there_are_enough(pair: Pair) 
         pair, {("a", OWN): [40, 40, 40] * 2, ("b", OWN): [60, 60, 60] * 2, ("c", OWN): [50, 50, 50] * 2}, most=2
     )
     assert fleet._next_leader() == "b"
-    fleet.leaders["b"] = pair
+    fleet.leaders["b"] = pair.folder
     fleet.tried |= {(name, "b"): fleet_of(pair, {(name, "b"): [14] * 6}).tried[name, "b"] for name in "bc"}
     assert fleet._next_leader() == "a", "c is served by b's"
-    fleet.leaders["a"] = pair
+    fleet.leaders["a"] = pair.folder
     assert fleet._next_leader() is None
 
 

@@ -46,6 +46,8 @@ _NAMES: Final = {
     "_weight_zero_point": "weight_zero_point",
     "weight_scale_inv": "weight_scale",
 }
+# Weights of all experts in one, and the matrices of each in the files.
+_OF_EXPERTS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PLAIN: Final = ("F64", "F32", "F16", "BF16")
 _BEFORE: Final = "the model as it was before it was quantised, and target.quantize: int8 (--quantize int8)."
 _GOOD_COPY: Final = "Take a good copy of the model, with the config.json that belongs to its weights."
@@ -184,7 +186,20 @@ class QuantisedFiles:
         part = name.rpartition(".")[2]
         return part in parts and parts[part].dtype in _PLAIN and f"{part}_scale" not in parts
 
+    def _matrices(self, name: str, shape: tuple[int, ...]) -> list[list[str]]:
+        """Return the weights in the files that `transformers` puts together, one below another, of each expert.
+
+        [] for a weight that is as it is in the files.
+        """
+        module, _, part = name.rpartition(".")
+        if not module.endswith(".experts") or part not in _OF_EXPERTS or len(shape) != 3 or part in self._parts(name):
+            return []
+        return [[f"{module}.{i}.{one}.weight" for one in _OF_EXPERTS[part]] for i in range(shape[0])]
+
     def _faults(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        if matrices := self._matrices(name, shape):
+            inner = (shape[1] // len(matrices[0]), shape[2])
+            return [fault for expert in matrices for one in expert for fault in self._faults(one, inner)]
         parts, module = self._parts(name), name.rpartition(".")[0]
         if self._is_plain(name, parts):
             found = parts[name.rpartition(".")[2]].shape
@@ -236,6 +251,11 @@ class QuantisedFiles:
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, float]:
         """Return a weight in float32 as files that were checked hold it, and the precision of its library."""
+        if matrices := self._matrices(name, shape):
+            inner = (shape[1] // len(matrices[0]), shape[2])
+            read_ones = [[self._weight(one, inner) for one in expert] for expert in matrices]
+            whole = torch.stack([torch.cat([weight for weight, _ in expert]) for expert in read_ones])
+            return whole, max(eps for expert in read_ones for _, eps in expert)
         module, parts = name.removesuffix("weight"), self._parts(name)
         if self._is_plain(name, parts):
             plain = self._read(name)

@@ -20,7 +20,7 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3325,
-    "targets": 7720,
+    "targets": 7740,
     "heads": 7645,
     "formats": 4590,
     "decode": 4010,
@@ -29,12 +29,12 @@ ROOMS = {
     "costs": 1200,
     "eval": 4830,
     "train": 4675,
-    "pair": 3565,
+    "pair": 3580,
     "serving": 2475,
     "scripts": 4260,
     LAB: 10_430,
 }
-OTHERS = {"tests": 56_450, "benchmarks": 4210}
+OTHERS = {"tests": 56_490, "benchmarks": 4210}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

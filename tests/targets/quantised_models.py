@@ -80,20 +80,17 @@ def _by_compressed_tensors(preset: str, changes: dict[str, Any], source: Path) -
 
 def _in_fp8_blocks(source: Path, folder: Path) -> Path:
     """Write it as DeepSeek's models are: FP8 numbers, and a scale for each block of rows and columns."""
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    weights: dict[str, Tensor] = {}
-    for name, weight in model.state_dict().items():
-        weights[name] = weight.clone()
+    model.save_pretrained(folder)
+    weights: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    for name, weight in list(weights.items()):
         if "_proj" in name:
             blocks = weight.reshape(weight.shape[0] // GROUP, GROUP, weight.shape[1] // GROUP, GROUP)
             scale = blocks.abs().amax((1, 3)) / 448
             weights[name] = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
             weights[f"{name}_scale_inv"] = scale
-    if model.config.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]}

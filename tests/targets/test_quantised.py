@@ -22,6 +22,7 @@ from outrider.targets import Target
 
 from .conftest import edit
 from .quantised_models import OTHERS, PRESETS, write_quantised
+from .small_models import small_model
 
 installed = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 
@@ -138,6 +139,23 @@ def test_decoding_with_drafts_writes_the_text_of_the_librarys_own_generate(form,
     own = target.model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)
     written = Decoder(target, Ngram()).generate([prompt], 40, plan=Plan(3), ignore_eos=True)
     assert written.tokens[0] == own[0, 12:].tolist()
+
+
+@needs_libraries
+def test_experts_are_compared_one_by_one(tiny_tokenizer, tmp_path):
+    """`transformers` puts them together: the text is its own, and a scale that one lacks is named."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    small_model("qwen3_moe", vocab_size=len(tiny_tokenizer), **experts).save_pretrained(tmp_path / "plain")
+    tiny_tokenizer.save_pretrained(tmp_path / "plain")
+    folder = write_quantised(OTHERS[0], tmp_path / "plain", tmp_path / "quantised")
+    target, prompt = Target.load(folder, dtype="float32"), TOKENS[0, :12].tolist()
+    own = target.model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+    written = Decoder(target, Ngram()).generate([prompt], 40, plan=Plan(3), ignore_eos=True)
+    assert written.tokens[0] == own[0, 12:].tolist()
+    part = "model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"
+    change(folder, lambda held: {key: value for key, value in held.items() if key != part})
+    with pytest.raises(IncompatibleError, match=f"missing {re.escape(part)}"):
+        Target.load(folder, dtype="float32")
 
 
 LAYER = "model.layers.1.mlp.down_proj."

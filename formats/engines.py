@@ -118,8 +118,10 @@ def layout_of(to: str, drafter: str) -> ExportLayout:
     return LAYOUTS[to][drafter]
 
 
-def require_served(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> ExportLayout:
+def require_served(to: str, drafter: str, config: DrafterConfig, num_layers: int = -1) -> ExportLayout:
     """Return the layout of a drafter for `to`, if it can serve one with these settings.
+
+    `num_layers`: the target's; −1 is unknown, and passes a tap of its last state.
 
     Raises BadInputError or IncompatibleError: as `layout_of`, or a setting that cannot be served, with the nearest that
     can.

@@ -33,12 +33,13 @@ from ..decode import Plan
 from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
 from ..eval.reports.tables import markdown_text
-from ..formats import EngineLaunch, Exported, launch, layout_of, oldest_version, rounded, write_drafter
+from ..formats import EngineLaunch, Exported, launch, layout_of, oldest_version, require_served, rounded, write_drafter
 from ..formats.early_exit import save_target
 from ..formats.engines import lora_words
 from ..formats.export import PLAIN_PRECISIONS
 from ..heads import Drafter
-from ..heads.registry import restore_drafter
+from ..heads.registry import head_class, restore_drafter
+from ..heads.saved import read_config
 from ..targets import Target
 from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, checked_config
 from ..targets.weights import stored_tensors
@@ -130,12 +131,20 @@ def export_pair(
         BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does; another process writes there.
         StaleError: the target's content is not that of the pair's target.
     """
-    layout_of(to, pair.manifest.drafter.type)  # before the target is loaded
+    require_exportable(pair, to)  # before the target is loaded
     folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
     require_outside(folder, "the export")
     with locked(folder):  # from here on: a refused run, too, clears what a dead one left
         require_new(folder, "the export")
         return _exported(pair, to, folder, depth, target, lora, precision, console)
+
+
+def require_exportable(pair: Pair, to: str) -> None:
+    """Refuse a pair whose drafter `to` cannot serve by its settings; nothing but its config.json is read."""
+    layout_of(to, kind := pair.manifest.drafter.type)
+    values = read_config(pair.drafter_folder)
+    if values.pop("drafter_type", None) == kind:  # others are draft models, and forms of a drafter
+        require_served(to, kind, head_class(kind).configured(values, f"{pair.drafter_folder}: drafter"))
 
 
 def _exported(

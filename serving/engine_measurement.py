@@ -26,7 +26,7 @@ from ..formats.early_exit import save_target
 from ..heads import Drafter, Ngram
 from ..heads.saved import read_config
 from ..pair import Pair, export_pair
-from ..pair.export import LAUNCH, SERVED, export_depth, exported_drafter, served_path
+from ..pair.export import LAUNCH, SERVED, export_depth, exported_drafter, require_exportable, served_path
 from ..pair.manifest import ADAPTER, Figure, ServedFigures, ServedRecord
 from ..targets import Target
 from ..targets.fingerprint import digest_json
@@ -153,6 +153,8 @@ class ServedSession:
 
     def start(self, start: Start, tolerance: float) -> ServedResult:
         """Start the engine with the pair's drafter, and if wanted without; compare, and stop it."""
+        if start.export is None and self.pair.manifest.drafter.type != Ngram.name:
+            require_exportable(self.pair, start.engine)  # before our own decoder answers any prompt
         survey = Survey(self.expected, self.console, self._oldest)
         in_turns = not torch.cuda.is_available() if start.in_turns is None else start.in_turns
         with scratch_folder("served") as place:

@@ -21,6 +21,9 @@ from outrider.heads.saved import read_config
 from outrider.pair import export_pair, new_pair, probing
 from outrider.pair.calibration import calibrate
 from outrider.pair.export import by_position, export_depth, exported_drafter
+from outrider.serving.diagnosis import TOLERANCE
+from outrider.serving.engine_measurement import ServedSession, Start
+from outrider.serving.reference_run import Trial
 from outrider.targets import Target, embedded_path
 
 
@@ -138,6 +141,17 @@ def test_an_export_that_cannot_be_is_refused_by_its_own_reason(make_target, make
         export_pair(pair, "vllm", tmp_path / "out", 10**6, target)
     with pytest.raises(BadInputError, match=f"One lies in it: {pair.drafter_folder}"):
         read_config(pair.folder)
+
+
+def test_what_an_engine_cannot_serve_is_refused_before_the_target_is_loaded(make_target, recipe, tmp_path):
+    target = make_target(source={"path": str(tmp_path / "gone")})
+    drafter = Eagle3.build(Eagle3Config(taps=(0, 1, 2), norm_output=True), target)
+    pair = new_pair(tmp_path / "pair", target, drafter, recipe, calibration=[])
+    with pytest.raises(IncompatibleError, match="norm_output: true"):
+        export_pair(pair, "llama.cpp", tmp_path / "out")
+    session = ServedSession(pair, Trial(depth=2))
+    with pytest.raises(IncompatibleError, match="norm_output: true"):
+        session.start(Start(tmp_path / "llama-server", engine="llama.cpp"), TOLERANCE)
 
 
 def test_of_two_exports_into_one_folder_the_second_is_refused(adapted, recipe, tmp_path):

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ..common import BadInputError, IncompatibleError
@@ -382,6 +383,7 @@ def model_logits(model: Any, passage: ProbeSequence) -> Tensor:
 _LENGTH, _DEPTH = 24, 4
 # Two orders of the same sums differ by less, in units of the logits' own spread.
 TOLERANCE = 2e-3
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def passage_of(target: Target, max_depth: int | None = None) -> ProbeSequence:
@@ -394,6 +396,21 @@ def passage_of(target: Target, max_depth: int | None = None) -> ProbeSequence:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(target.vocab_size, (length + depth,), generator=generator).tolist()
     return ProbeSequence.of(target, drawn[: length + 1], drawn[length + 1 :])
+
+
+@contextmanager
+def outputs_in_float32(target: Target) -> Iterator[None]:
+    """Let the target's output embedding compute in float32: both sides of a comparison, which else round otherwise."""
+    head = cast(nn.Module, target.model.get_output_embeddings())
+    half = [p for p in head.parameters(recurse=False) if type(p) is nn.Parameter and p.dtype in _HALF]
+    stored = [parameter.data for parameter in half]
+    for parameter in half:
+        parameter.data = parameter.data.float()
+    try:
+        yield
+    finally:
+        for parameter, data in zip(half, stored, strict=True):
+            parameter.data = data
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from ..common.places import require_new
 from ..heads import Drafter
 from ..targets import Target
 from .base_layout import write_record
-from .engine_logits import difference, passage_of, require_same, session_logits
+from .engine_logits import difference, outputs_in_float32, passage_of, require_same, session_logits
 from .engines import require_served
 from .lint import faults_of_writing
 
@@ -93,10 +93,11 @@ def write_drafter(drafter: Drafter, target: Target, to: str, folder: Path, depth
     write_record(folder, written, layout.name)
     for found in faults_of_writing(written, layout):
         raise IncompatibleError(f"{drafter.name} for {to}: {found} Nothing was written; please report it.")
-    theirs = layout.logits(written, target, passage)
-    own = session_logits(drafter, target, passage)
+    with outputs_in_float32(target):
+        theirs = layout.logits(written, target, passage)
+        own = session_logits(drafter, target, passage)
+        moved = difference(session_logits(given, target, passage), own) if precision else 0.0
     apart = require_same(own, theirs, f"{drafter.name} for {to}")
-    moved = difference(session_logits(given, target, passage), own) if precision else 0.0
     return Exported(folder, layout.name, apart, moved, precision)
 
 

@@ -22,7 +22,7 @@ ROOMS = {
     "common": 3325,
     "targets": 7740,
     "heads": 7645,
-    "formats": 4590,
+    "formats": 4610,
     "decode": 4010,
     "recipes": 810,
     "distill": 5230,

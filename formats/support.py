@@ -46,6 +46,9 @@ SERVED = {
     ("gguf", "eagle3"): ServedHere(
         "llama.cpp 11549, CPU", "2026-11-29", "served-llama-heads-cpu-fp32", "eagle3", 2.210, 2.210
     ),
+    ("gguf", "dflash"): ServedHere(
+        "llama.cpp 11549, CPU", "2026-11-30", "served-llama-dflash-150s-cpu-fp32", "dflash", 1.514, 1.514
+    ),
     ("gguf", "draft_model"): ServedHere(
         "llama.cpp 11434, CPU", "2026-11-22", "served-llama-cpu-fp32", "draft_model", 1.870, 1.873
     ),

@@ -6,6 +6,7 @@ import json
 import os
 from itertools import chain, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from outrider.train.drafter_init import make_drafter
 
 from ..closeness import assert_same, both_precisions
 from ..conftest import byte_level_bpe, few
+from ..decode.test_distribution import ENDS, FEW, HEADS, QUICK, SAMPLINGS, SIZE, expected_law, p_value, rollouts
 from ..decode.test_rules import EXACT, SAMPLED, SHAPES, Trees, bias, random_source
 from ..heads.conftest import batch, sequences
 
@@ -67,9 +69,9 @@ def spelled(vocabulary: VocabularyMap, text: list[int]) -> list[int]:
     return [piece for token in text for piece in pieces[token]]
 
 
-def overlapping(both: int) -> VocabularyMap:
-    """Return the map of five tokens and four, which share so many; the rest of the five are read as two or three."""
-    counts = [1] * both + [2 + i % 2 for i in range(5 - both)]
+def overlapping(both: int, tokens: int = 5) -> VocabularyMap:
+    """Return the map of `tokens` and four, which share so many; the other `tokens` are read as two or three."""
+    counts = [1] * both + [2 + i % 2 for i in range(tokens - both)]
     pieces = [3 - i for i in range(both)] + [(7 * i + 1) % 4 for i in range(sum(counts) - both)]
     lists = [list(range(both)), [3 - i for i in range(both)], pieces, counts]
     return VocabularyMap(*(torch.tensor(values) for values in lists))
@@ -95,6 +97,20 @@ def test_the_law_is_the_targets_whatever_both_share(tiny_llama, both, temperatur
     for name, rule in SAMPLED.items():
         for shape in ("chain of 1", "chain of 2") + (() if name in ("rejection", "block") else ("2 siblings",)):
             assert bias(rule, Trees.drawn(SHAPES[shape], target, drawn), target) < EXACT, (name, shape)
+
+
+CASES = [case for case in QUICK if case.drafter == "draft_model"]
+CASES = [(both, case) for both in (1, 3) for case in CASES if both > 1 or case.shape != "static"]
+
+
+@pytest.mark.parametrize(("both", "case"), CASES, ids=str)
+def test_texts_have_the_targets_law_through_the_decoder(tiny_llama, both, case):
+    """Chi-square of the joint law of four tokens, by each rule, in chains and trees, whatever processors there are."""
+    four_tokens = SimpleNamespace(get_vocab=lambda: {str(i): i for i in range(4)})
+    target = Target(tiny_llama(layers=2, hidden=16, vocab=6, seed=5, eos_token_id=ENDS, **HEADS), four_tokens)
+    drafter = Tli(tiny_llama(vocab=4, layers=1, hidden=16, seed=6, **HEADS), overlapping(both, 6))
+    counts = rollouts(target, drafter, case.plan, SAMPLINGS[case.sampling], FEW)
+    assert p_value(counts, expected_law(target, SAMPLINGS[case.sampling])) > SIZE / len(CASES)
 
 
 def test_vocabularies_that_share_nothing_are_refused(tiny_tokenizer):

@@ -82,7 +82,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Path
     (place / "release.pub").write_text(public)
     (place / "allowed_signers").write_text(f"release@example.com {public}")
     tiny = tiny_recipe(place, target_folder)
-    tiny["data"] |= {"holdout": 0.2}
+    tiny["data"] |= {"holdout": 0.5}
     tiny["eval"] |= {"limit": 16, "max_prompt_tokens": 480}
     rows = [{"id": f"p{i}", "text": f"def function_{i}(first, second):\n"} for i in range(16)]
     prompts = "".join(json.dumps(row) + "\n" for row in rows)

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
@@ -49,5 +50,15 @@ class ReproducibleSdist(sdist):
         return archive
 
 
+class WithMarker(build_py):
+    """The usual files, and `py.typed` above all packages: pip removes no folder that holds no file of its own."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            (Path(self.build_lib) / "outrider" / "py.typed").touch()
+
+
+COMMANDS = {"sdist": ReproducibleSdist, "build_py": WithMarker}
 os.umask(0o022)  # the modes of files are part of a wheel
-setup(long_description=readme(), long_description_content_type="text/markdown", cmdclass={"sdist": ReproducibleSdist})
+setup(long_description=readme(), long_description_content_type="text/markdown", cmdclass=COMMANDS)

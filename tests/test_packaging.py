@@ -197,6 +197,18 @@ def test_an_index_would_take_the_built_files(built: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.slow
+def test_an_uninstall_leaves_nothing(built: tuple[Path, Path], tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=True)
+    [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    before = set(site.iterdir())
+    pip = [tmp_path / "venv/bin/python", "-m", "pip", "-q"]
+    subprocess.run([*pip, "install", "--no-deps", built[1]], check=True, timeout=300)
+    assert (site / "outrider" / "scripts" / "cli.py").is_file()
+    subprocess.run([*pip, "uninstall", "-y", "outrider"], check=True, timeout=300)
+    assert set(site.iterdir()) == before
+
+
+@pytest.mark.slow
 def test_the_wheel_works_without_the_checkout(built: tuple[Path, Path], tmp_path: Path) -> None:
     """In an environment of its own, with the libraries of this one but not its editable installation."""
     venv.create(tmp_path / "venv")

@@ -20,7 +20,7 @@ from outrider.recipes import load_recipe
 from outrider.targets import Target
 from outrider.targets.fingerprint import digest_files
 
-from ..scripts.conftest import Command, failed, succeeded
+from ..scripts.conftest import Command, answer, failed
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def adapters(tmp_path: Path, target_folder: Path) -> Path:
 def test_a_fleet_from_probes_to_routes(outrider: Command, pair: Pair, adapters: Path, tmp_path: Path) -> None:
     words = ("lab", "fleet", pair.folder, "--adapters", adapters, "--out", tmp_path / "fleet", "--rank", 2, "--json")
     words += ("--most", 1, "training.max_steps=2")
-    first = json.loads(succeeded(outrider(*words)).stdout)
+    first = answer("fleet", outrider(*words))
     by_name = {route["adapter"]: route for route in first["routes"]}
     assert (by_name["idle"]["drafter"], by_name["idle"]["kept"]["value"]) == (OWN, 1.0)
     [group] = first["groups"]
@@ -65,7 +65,7 @@ def test_a_fleet_from_probes_to_routes(outrider: Command, pair: Pair, adapters: 
 
     before = digest_files(Path(group["drafter"]))
     (tmp_path / "fleet" / "routes.json").unlink()
-    assert json.loads(succeeded(outrider(*words)).stdout) == first
+    assert answer("fleet", outrider(*words)) == first
     assert before == digest_files(Path(group["drafter"]))
     failed(outrider(*words[:-3], "--most", 2), "asked for in another way")
 

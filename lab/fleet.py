@@ -205,18 +205,19 @@ class Fleet:
         self.leaders[leader] = refreshed_drafter(self.pair, recipe, target, training, self.console)
 
     def _target(self, adapter: str) -> Target:
-        return self.pair.load_target(self.source, adapter=str(self.adapters[adapter]))
+        revision = self.pair.manifest.target.source.revision
+        return self.pair.load_target(self.source, revision=revision, adapter=str(self.adapters[adapter]))
 
     def _try(self, adapter: str, leader: str) -> None:
         """Count the rounds of an adapter's target with a drafter on the calibration prompts, unless that was done."""
         folder = self.pair.drafter_folder if leader == OWN else self.leaders[leader]
         target, file = self._target(adapter), self.folder / "tried" / adapter / f"{leader}.json"
-        digests = {"target": target.fingerprint().digest, "drafter": digest_json(digest_files(folder))}
+        now = (target.fingerprint().digest, digest_json(digest_files(folder)))
         found = _Tried.model_validate(read_json(file)) if file.is_file() else None
-        if found is None or digests.items() - found.model_dump(include=set(digests)).items():
+        if found is None or (found.target, found.drafter) != now:
             drafter, prompts = load_drafter(folder, target), self.pair.calibration()
             counted = calibrate(target, drafter, prompts, self.baseline, self.pair.plan, self.console)
-            found = _Tried(**digests, prompts=counted)
+            found = _Tried(target=now[0], drafter=now[1], prompts=counted)
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, found.model_dump_json(indent=1) + "\n")
         self.tried[adapter, leader] = found.prompts

@@ -148,9 +148,7 @@ def drafter_change(
     baseline = pair.manifest.measurements.baseline
     if baseline is None:
         return None
-    known = {m.id: m for m in baseline.prompts}
-    new = calibrate(target, drafter, pair.calibration(), baseline, pair.plan, console)
-    old = [known[m.id] for m in new]
+    new, old = calibrate(target, drafter, pair.calibration(), baseline, pair.plan, console), baseline.prompts
     intervals = (tau_of(new, baseline, seed), tau_of(old, baseline, seed), tau_change(new, old, baseline, seed))
     return DrafterChange(*intervals, len(new), baseline.max_new_tokens, baseline.temperature)
 
@@ -163,9 +161,10 @@ def tau_of(measures: Sequence[PromptMeasure], baseline: ProbeBaseline, seed: int
 def tau_change(
     new: Sequence[PromptMeasure], old: Sequence[PromptMeasure], baseline: ProbeBaseline, seed: int = 0
 ) -> Interval:
-    """Return the deciding τ of `new` ÷ that of `old`, measures of the same prompts in the same order."""
-    figure = _deciding(baseline)
-    return _bootstrap(new, seed).quotient(_ratio(new, figure), _ratio(old, figure))
+    """Return the deciding τ of `new` ÷ that of `old`, which measure the same prompts, matched by their ids."""
+    figure, known = _deciding(baseline), {measure.id: measure for measure in old}
+    same = [known[measure.id] for measure in new]
+    return _bootstrap(new, seed).quotient(_ratio(new, figure), _ratio(same, figure))
 
 
 # Numerator, denominator and offset of each figure, a ratio over prompts.

@@ -16,6 +16,7 @@ from outrider.lab.fleet import OWN, Fleet, FleetOptions
 from outrider.pair import Pair, new_pair
 from outrider.pair.calibration import choose_prompts
 from outrider.pair.manifest import PromptMeasure
+from outrider.pair.probing import tau_change
 from outrider.recipes import load_recipe
 from outrider.targets import Target
 from outrider.targets.fingerprint import digest_files
@@ -107,6 +108,8 @@ def test_the_pairs_own_drafter_stays_unless_another_is_certainly_better(pair: Pa
     )
     fleet.leaders = {"x": pair.folder, "y": pair.folder}
     assert [fleet.best(name) for name in ("sure", "unsure", "two")] == ["x", OWN, "y"]
+    own, other = fleet.tried["sure", OWN], fleet.tried["sure", "x"]
+    assert tau_change(other, own[::-1], fleet.baseline) == tau_change(other, own, fleet.baseline), "matched by ids"
 
 
 def test_who_loses_most_leads_the_next_group_until_there_are_enough(pair: Pair) -> None:

@@ -35,6 +35,7 @@ ELSEWHERE = {
     "outrider lab watch": "tests/lab/test_watch.py",
     "outrider lab candidates": "tests/lab/test_json_answers.py",
     "outrider lab learn": "tests/lab/test_learning.py",
+    "outrider lab fleet": "tests/lab/test_fleet.py",
     "outrider lab grow": "tests/lab/test_grow_verb.py",
     "outrider lab transplant": "tests/lab/test_transplant.py",
     "outrider train from-an-engine.yaml": "needs an engine",

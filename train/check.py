@@ -39,8 +39,9 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
 
     `drafter` and `seconds` are those of `train`, in the place of the recipe's drafter and steps.
     """
-    drafter_class = check_drafter(recipe.drafter) if drafter is None else drafter.learns_as
-    check_abilities(recipe, drafter_class, (drafter or drafter_class).writes_text)
+    own = check_drafter(recipe.drafter) if drafter is None else type(drafter)
+    drafter_class = own if drafter is None else drafter.learns_as
+    check_abilities(recipe, drafter_class, own)
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_place(recipe.output_folder, *TRAINED)

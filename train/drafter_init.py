@@ -57,8 +57,8 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
     return drafter_class
 
 
-def check_abilities(recipe: Recipe, drafter_class: type[Drafter], writes_text: bool) -> None:
-    """Refuse a drafter that cannot learn, or not as the recipe asks."""
+def check_abilities(recipe: Recipe, drafter_class: type[Drafter], own: type[Drafter]) -> None:
+    """Refuse a drafter that cannot learn, or not as the recipe asks; its `own` class may be another than its loss's."""
     name, spec = drafter_class.name, recipe.data
     if not drafter_class.trainable:
         raise BadInputError(f"a {name} drafter has no weights: there is nothing to train.")
@@ -75,10 +75,10 @@ def check_abilities(recipe: Recipe, drafter_class: type[Drafter], writes_text: b
             f"drafter.max_position_embeddings is {limit}, and answers alone have {spec.max_new_tokens} tokens (data."
             "max_new_tokens): an engine drafts no further than it says; leave it out, and it is the target's."
         )
-    if spec.on_policy and not writes_text:
+    if spec.on_policy and not own.writes_text:
         raise BadInputError(
-            f"data.on_policy is {spec.on_policy:g}, but a drafter of type {name!r} writes no text of its own (it reads "
-            "the target's hidden states, or has no weights); leave out data.on_policy, or train a draft_model."
+            f"data.on_policy is {spec.on_policy:g}, but a drafter of type {own.name!r} writes no text of its own (it "
+            "reads the target's hidden states, or has no weights); leave out data.on_policy, or train a draft_model."
         )
     if packing_of(recipe.training) is not None:
         if not drafter_class.packs:

@@ -76,7 +76,7 @@ def plan(
             f"{sharding!r}."
         )
     drafter_class = check_drafter(recipe.drafter)
-    check_abilities(recipe, drafter_class, drafter_class.writes_text)
+    check_abilities(recipe, drafter_class, drafter_class)
     args = _arguments(recipe)
     target = sketch or sketch_target(recipe)
     work = workload(recipe, rows)

@@ -208,7 +208,7 @@ def test_a_low_rank_change_learns_as_its_base_does(trained, make_target, tmp_pat
     change = LowRank.over(tmp_path / "draft-model", target, 2)
     assert change.learns_as is DraftModel
     recipe = head.recipe(["data.on_policy=0.5"])
-    with pytest.raises(BadInputError, match="writes no text of its own"):
+    with pytest.raises(BadInputError, match="type 'low_rank' writes no text of its own"):
         check(recipe, change)
 
 

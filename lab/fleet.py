@@ -172,17 +172,17 @@ class Fleet:
 
     def routes(self) -> FleetRoutes:
         """Return every adapter's route by what has been tried."""
-        routes = list[Route]()
+        routes, hurt = list[Route](), self.hurt()
+        whole = tau_of(self.baseline.prompts, self.baseline).value
         lost = regained = 0.0
         for name in self.adapters:
             drafter = self.best(name)
             before, now = (tau_of(self.tried[name, d], self.baseline) for d in (OWN, drafter))
             kept = self.kept(name, drafter)
             routes.append(Route(name, drafter, Figure.of(before), Figure.of(now), Figure.of(kept)))
-            if name in self.hurt():
-                was_lost = tau_of(self.baseline.prompts, self.baseline).value - before.value
-                lost += was_lost
-                regained += min(now.value - before.value, was_lost)
+            if name in hurt:
+                lost += whole - before.value
+                regained += min(now.value, whole) - before.value
         groups = [
             GroupDrafter(leader, str(drafter), (drafter / ADAPTER_WEIGHTS).stat().st_size)
             for leader, drafter in self.leaders.items()

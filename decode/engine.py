@@ -27,6 +27,7 @@ from ..heads.session import model_drafts
 from ..targets import RowLengths, Target
 from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
 from ..targets.images import ImageInputs
+from ..targets.prompts import prompt_parts, read_prompts
 from ..targets.split_attention import steady_kernels
 from .control import Controller, Schedule
 from .memory import Load, require_memory
@@ -214,8 +215,8 @@ class Request:
                 )
         self._check_images(target)
 
-    def tokens(self, vocab: int) -> tuple[Tensor, list[int]]:
-        """Return the prompts as a tensor `[B, T]`, zeros after the shorter ones, and their lengths.
+    def tokens(self, vocab: int) -> Tensor:
+        """Return the prompts as a tensor `[B, T]`, zeros after the shorter ones.
 
         Raises BadInputError for a token outside the vocabulary.
         """
@@ -224,7 +225,7 @@ class Request:
         if least < 0 or most >= vocab:
             outside = least if least < 0 else most
             raise BadInputError(f"a prompt holds token {outside}, outside the target's vocabulary of {vocab}.")
-        return tokens, self.lengths
+        return tokens
 
 
 def _whole_numbers(values: Sequence[int], what: str) -> Tensor:
@@ -311,7 +312,9 @@ class Run:
         self.setup = RoundSetup(target, plan, sampler_config, abilities, taps, proposals=check)
         self.controller = None if self.drafter is None else _controller(plan, abilities, len(request.prompts))
         self.sequences = [_Sequence(request.max_new_tokens, ends, request.stop) for _ in request.prompts]
-        self.active = list(range(len(self.sequences)))  # active[i] is the sequence of row i
+        parts = prompt_parts(request.lengths, target)
+        self.active = [i for part in parts for i in part]  # active[i] is the sequence of row i
+        self._parts = [len(part) for part in parts]  # rows that the prompts are read in
         self.seconds, self.rule = Seconds(), "none"
         self.static_batch: StaticBatch | None = None
         self.margin = 0  # entries that a round of fixed shape may write after the longest row
@@ -346,19 +349,16 @@ class Run:
     def _prefill(self) -> tuple[RoundState, list[StreamEvent]]:
         """Process the prompts; the token that follows each becomes its root."""
         began = self._clock()
-        tokens, lengths = self.request.tokens(self.target.vocab_size)
-        tokens, counts = tokens.to(self.device), RowLengths.of(lengths, self.device)
+        tokens = self.request.tokens(self.target.vocab_size)[self.active].to(self.device)
+        counts = RowLengths.of([self.request.lengths[i] for i in self.active], self.device)
         state = self._open(tokens, counts)
         images = next(iter(self.request.images), None)  # with images there is one prompt
-        at = counts.tensor[:, None] - 1
-        out = self.target.forward(tokens, state.cache, taps=self.setup.taps, at=at, images=images)
+        logits, hidden = read_prompts(self.target, tokens, counts, state.cache, self.setup.taps, self._parts, images)
         state.cache.advance(counts)
         keys = Keys(state.seed, state.sequences, counts.tensor)
-        state, packed = first_tokens(self.setup, state, out.logits, keys)
-        state.session.update(tokens, out.hidden, counts)
-        rows = RoundRow.unpack(packed.tolist())
-        self._require_finite(rows)
-        events = [sequence.emit(row) for sequence, row in zip(self.sequences, rows, strict=True)]
+        state, packed = first_tokens(self.setup, state, logits, keys)
+        state.session.update(tokens, hidden, counts)
+        events = self._emit(RoundRow.unpack(packed.tolist()))
         for sequence in self.sequences:  # the first token belongs to no round
             sequence.rounds.clear()
         self.seconds.prefill += self._clock() - began
@@ -390,10 +390,11 @@ class Run:
                 session = drafter.open(self.target, rows, load.length, spare, cache)
         self._check_output_ids(session)
         seed: Seed = seed_on(tokens.device, request.sampling.seed) if fixed else request.sampling.seed
-        speculate = None if all(self.drafts) else torch.tensor(self.drafts, device=tokens.device)
+        drafts = [self.drafts[i] for i in self.active]
+        speculate = None if all(drafts) else torch.tensor(drafts, device=tokens.device)
         processors = self.setup.sampler_config.processors
         context = None if processors is None else processors.start(tokens, counts.tensor)
-        ids = torch.tensor(request.ids, device=tokens.device)
+        ids = torch.tensor([request.ids[i] for i in self.active], device=tokens.device)
         return RoundState(tokens[:, 0], ids, seed, speculate, context, cache, session)
 
     def _check_output_ids(self, session: Session) -> None:

@@ -17,6 +17,7 @@ from ..common import BadInputError
 from ..common.machine import free_bytes
 from ..heads import Drafter, NodeSession
 from ..targets import PeakBytes, RowLengths, Target
+from ..targets.prompts import rows_at_once
 from .plan import Plan
 from .rule_table import AT_ZERO, NOT_DRAWN, RULES, DraftPolicy, Rule
 from .sampling import Sampling
@@ -167,11 +168,13 @@ def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
     taps = 0 if drafter is None else len(drafter.taps) * state
     # Taps below the last layer are kept while the layers after them run.
     inner = 0 if drafter is None else sum(tap < target.num_layers for tap in drafter.taps) * state
-    own = target.footprint().of_prompt(load.rows, load.prompt) + tokens * inner
-    kept = tokens * (state + taps + inner) + _logit_bytes(target, load, 1, sampled=False)
+    part = rows_at_once(load.rows, load.prompt, target)
+    whole = 0 if part == load.rows else tokens * taps
+    own = target.footprint().of_prompt(part, load.prompt) + part * load.prompt * inner + whole
+    kept = part * load.prompt * (state + taps + inner) + whole + _logit_bytes(target, load, 1, sampled=False)
     if drafter is None:
         return max(own, kept)
-    return max(own, kept, tokens * (state + taps) + _reading(drafter, target).peak(load.rows, load.prompt))
+    return max(own, kept, tokens * taps + _reading(drafter, target).peak(load.rows, load.prompt))
 
 
 def _round_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:

@@ -142,6 +142,13 @@ class AttentionStore(CacheLayerMixin):
         if self.keys is not None and self.values is not None:
             self.keys, self.values = _selected(self.keys, rows), _selected(self.values, rows)
 
+    def part(self, cache: RaggedCache, rows: slice) -> AttentionStore:
+        """Return the entries of some rows in the same memory, as a layer of `cache`."""
+        store = AttentionStore(cache)
+        if self.keys is not None and self.values is not None:
+            store.take(self.keys[rows], self.values[rows])
+        return store
+
 
 def shape_of(
     keys: Tensor | None, values: Tensor | None, conv: Tensor | None = None, recurrent: Tensor | None = None
@@ -356,6 +363,21 @@ class RaggedCache(Cache):
     def skip(self, count: int) -> None:
         """Commit `count` entries of every row, whatever is in them: passes then cost as after a text of that length."""
         self.advance(RowLengths.of([count] * self.batch_size, self.lengths.device))
+
+    def part(self, rows: slice) -> RaggedCache:
+        """Return a cache of some rows in the same memory: passes write there, and `advance` of one is not the other's.
+
+        But for the whole, all layers must be attention's, and allocated.
+        """
+        if rows == slice(0, self.batch_size):
+            return self
+        part = copy.copy(self)
+        part.lengths = self.lengths[rows]
+        part.host_lengths = self.host_lengths[rows]
+        part._all = None
+        part._stores = [cast(AttentionStore, store).part(part, rows) for store in self._stores]
+        part.layers = [cast(CacheLayerMixin, store) for store in part._stores]
+        return part
 
     def reset(self) -> None:
         """Forget everything, and keep the memory."""

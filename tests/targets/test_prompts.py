@@ -1,0 +1,58 @@
+"""Prompts of different lengths are read in parts, and no text depends on that."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.heads import DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.targets import Target, prompts
+from outrider.targets.prompts import prompt_parts
+
+from ..decode.conftest import random_prompts
+from .small_models import small_model
+
+LENGTHS = [5, 1, 9, 3, 9, 2]
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target(small_model("llama").double())
+
+
+def test_a_part_has_prompts_of_about_one_length(target, monkeypatch):
+    monkeypatch.setattr(prompts, "_CPU_TOKENS", 10)
+    assert prompt_parts(LENGTHS, target) == [[2], [4], [0, 3], [5, 1]]
+    assert prompt_parts([4, 2], target) == [[0, 1]]  # all of them fit into one part, in their own order
+    assert prompt_parts([1, 40], target) == [[1], [0]]
+
+
+def test_a_target_with_states_reads_all_prompts_at_once(monkeypatch):
+    monkeypatch.setattr(prompts, "_CPU_TOKENS", 10)
+    recurrent = Target(small_model("qwen3_next"))
+    assert prompt_parts(LENGTHS, recurrent) == [list(range(6))]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["plain", "draft model", "eagle3", "ngram"])
+def test_no_text_depends_on_the_parts(target, kind, temperature, static, monkeypatch):
+    if kind == "draft model":
+        drafter = DraftModel(copy.deepcopy(target.model))
+    elif kind == "eagle3":
+        drafter = Eagle3.build(Eagle3Config(), target, torch.arange(64)).double()
+    else:
+        drafter = Ngram() if kind == "ngram" else None
+
+    def completed(most: int):
+        monkeypatch.setattr(prompts, "_CPU_TOKENS", most)
+        decoder = Decoder(target, drafter, static=static)
+        sampling, plan = Sampling(temperature=temperature, seed=3), Plan(0 if drafter is None else 3)
+        flags = [True, True, False, True, True, False]
+        out = decoder.generate(random_prompts(*LENGTHS), 12, sampling, plan, sequence_ids=range(6), speculate=flags)
+        return out.tokens, out.rounds
+
+    assert completed(10) == completed(10**6)

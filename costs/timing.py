@@ -61,6 +61,13 @@ def least(work: Callable[[], object], device: torch.device, repeats: int) -> flo
     return min(timed(work, device) for _ in range(repeats))
 
 
+def bfloat16_speedup(device: torch.device, size: int = 1024) -> float:
+    """Return how many times as fast a device multiplies large matrices in bfloat16 as in float32."""
+    wide = torch.ones(size, size, device=device)
+    half = wide.bfloat16()
+    return least(lambda: wide @ wide, device, 3) / least(lambda: half @ half, device, 3)
+
+
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
     """Give torch `count` CPU threads inside; None changes nothing."""

@@ -84,6 +84,15 @@ def test_a_gpu_is_shown_with_its_memory() -> None:
     assert "GPU [A], 80 GB, compute capability 9.0" in rendered(found)
 
 
+def test_the_faster_precision_is_named() -> None:
+    found = doctor.examine()
+    assert found["device"]["bfloat16_speedup"] > 0
+    for speedup, advised in ((0.5, True), (1.9, False)):
+        found["device"]["bfloat16_speedup"] = speedup
+        assert f"products {speedup} times as fast as in float32" in rendered(found)
+        assert ("train and serve in float32" in rendered(found)) is advised
+
+
 def test_the_fastest_passes_are_shown_with_those_that_were_slower() -> None:
     found = doctor.examine()
     trials = [

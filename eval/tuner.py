@@ -53,6 +53,7 @@ _TIMED_GROUPS = 3  # batches by which rounds are timed
 _LEAST_GROUPS = 4
 _LEAST_PROMPTS, _LEAST_TOKENS = 6, 32  # however little time there is
 _SLOW_PASS, _SLOW_REPEATS = 0.01, 5  # passes that take so many seconds vary little, and are repeated so often
+_PASSES = 2 * len(WIDTHS) * (_SLOW_REPEATS + 2)  # how many of one token take as long as those of all widths
 TREE_SIZES = (4, 8, 12, 16, 24, 32, 48, 64)
 _HOPEFUL = 0.9  # trees that cannot reach this part of the best chain's prediction are not timed
 _RACING = 2  # chains, and trees, that are measured
@@ -134,18 +135,25 @@ class _Work:
     fusions: int
 
     def seconds(self, prompts: int, settings: EvalSpec) -> float:
-        """Return about how long it takes."""
+        """Return about how long it takes: a plan's first answer counts for nothing, and takes its time."""
         measured = 2 * _RACING + 2 + (_RACING if self.fusions else 0)  # the plain plan and a controller's, too
-        timed = _TIMED_GROUPS * (len(_TIMED_DEPTHS) + 2) * (2 + self.fusions)
-        raced = len(self.sizes) * (prompts * measured * settings.repeats + timed)
-        return (prompts * (2 + self.fusions) + raced) * self.answer * settings.max_new_tokens / self.tokens
+        timed = (1 + _TIMED_GROUPS) * (len(_TIMED_DEPTHS) + 2) * (2 + min(1, self.fusions))
+        raced = len(self.sizes) * (measured * (1 + prompts * settings.repeats) + timed)
+        answers = prompts * (2 + self.fusions) + raced
+        return self.passes + answers * self.answer * settings.max_new_tokens / self.tokens
+
+    @property
+    def passes(self) -> float:
+        """The seconds of passes by their width."""
+        return len(self.sizes) * _PASSES * self.answer / self.tokens
 
     def fitted(self, suites: Sequence[Suite], settings: EvalSpec, seconds: float) -> EvalSpec:
         """Return settings under which it takes about so long: fewer repeats, then prompts, then tokens."""
         least = max(_LEAST_PROMPTS, *self.sizes)
 
         def share(changed: EvalSpec) -> float:
-            return seconds / self.seconds(len(make_jobs(suites, changed.limit)), changed)
+            needed = self.seconds(len(make_jobs(suites, changed.limit)), changed)
+            return (seconds - self.passes) / (needed - self.passes)
 
         if share(settings) < 1:
             settings = settings.model_copy(update={"repeats": 1})
@@ -229,14 +237,15 @@ def _record(
     )
 
 
-_Fusion = tuple[dict[str, Any], Decoder]  # the settings of a drafter without weights, and the decoder of the fusion
+_Fusion = tuple[dict[str, Any], Drafter, Decoder]  # settings of one without weights; the fusion, and its decoder
 
 
 def _fusions(target: Target, drafter: Drafter, statistical: Sequence[dict[str, Any]]) -> list[_Fusion]:
     """Return the fusions to try: none of a drafter that has no weights, or is a fusion itself."""
     if not drafter.trainable or drafter.abilities.deterministic:
         return []
-    return [(values, Decoder(target, fuse(values, drafter))) for values in statistical]
+    fused = [(values, fuse(values, drafter)) for values in statistical]
+    return [(values, each, Decoder(target, each)) for values, each in fused]
 
 
 class _Tuner:
@@ -281,7 +290,7 @@ class _Tuner:
         options, curve, loops, costs = self.chains(groups, size)
         trees = self._tree_options(hopeful_trees(costs, options, self.seen, size), groups, size, loops[0])
         controlled = control_option(options[1:], costs, self.seen, deepest(self.drafter))
-        fused = [o for fusion in self.fusions for o in self._fused_options(*fusion, curve, groups, size, loops[0])]
+        fused = self._fused_options(curve, loops, costs, groups, size)
         racing = [options[0], *best(options[1:]), *best(trees), *best(fused), controlled]
         measured = self._race(racing, groups, size)
         chosen, reason = choose(measured)
@@ -352,26 +361,34 @@ class _Tuner:
 
     def _fused_options(
         self,
-        statistical: dict[str, Any],
-        decoder: Decoder,
         curve: dict[int, float],
+        loops: dict[int, RoundTimes],
+        costs: Costs,
         groups: Sequence[list[PromptJob]],
         size: int,
-        plain: RoundTimes,
     ) -> list[Option]:
-        """Return the chains of a fusion with their times, at the pace of `plain`."""
-        assert decoder.drafter is not None
-        most = deepest(decoder.drafter)
-        with self.bars(f"batch {size}: acceptance with {statistical['type']}", 1):
-            seen = self._acceptance(decoder.drafter, False, at_once=size)
+        """Return the chains of the fusion that is predicted to be the fastest, with their times.
+
+        Its rounds alone are timed: until then a fusion's cost what the drafter's own do.
+        """
+        found = []
+        for statistical, drafter, decoder in self.fusions:
+            with self.bars(f"batch {size}: acceptance with {statistical['type']}", 1):
+                seen = self._acceptance(drafter, False, at_once=size)
+            fastest = best(chain_options(costs, loops, seen, size), 1)[0]
+            found.append((fastest.predicted, seen, statistical, drafter, decoder))
+        if not found:
+            return []
+        _, seen, statistical, drafter, decoder = max(found, key=lambda fusion: fusion[0])
+        most = deepest(drafter)
         depths = [*(d for d in _TIMED_DEPTHS if d < most), most]
         timed = self._time([Plan(0), *map(Plan, depths)], groups, decoder)
-        loops = {0: plain} | dict(zip(depths, _paced(plain, *timed), strict=True))
-        chains = chain_options(costs_in_loop(curve, loops), loops, seen, size)[1:]
+        fused = {0: loops[0]} | dict(zip(depths, _paced(loops[0], *timed), strict=True))
+        chains = chain_options(costs_in_loop(curve, fused), fused, seen, size)[1:]
         return [replace(chain, statistical=statistical) for chain in chains]
 
     def _race(self, racing: Sequence[Option], groups: Sequence[list[PromptJob]], size: int) -> list[MeasuredOption]:
-        fusions = {statistical["type"]: decoder for statistical, decoder in self.fusions}
+        fusions = {statistical["type"]: decoder for statistical, _, decoder in self.fusions}
         entries = {
             o.name: (self._decoder(o.plan, fusions[o.statistical["type"]] if o.statistical else None), o.plan)
             for o in racing

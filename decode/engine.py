@@ -354,7 +354,6 @@ class Run:
         state = self._open(tokens, counts)
         images = next(iter(self.request.images), None)  # with images there is one prompt
         logits, hidden = read_prompts(self.target, tokens, counts, state.cache, self.setup.taps, self._parts, images)
-        state.cache.advance(counts)
         keys = Keys(state.seed, state.sequences, counts.tensor)
         state, packed = first_tokens(self.setup, state, logits, keys)
         state.session.update(tokens, hidden, counts)

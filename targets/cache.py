@@ -149,6 +149,12 @@ class AttentionStore(CacheLayerMixin):
             store.take(self.keys[rows], self.values[rows])
         return store
 
+    def share(self, count: int) -> None:
+        """Copy the first `count` entries of the first row into all rows."""
+        for store in (self.keys, self.values):
+            if store is not None:
+                store[1:, :, :count] = store[:1, :, :count]
+
 
 def shape_of(
     keys: Tensor | None, values: Tensor | None, conv: Tensor | None = None, recurrent: Tensor | None = None
@@ -378,6 +384,12 @@ class RaggedCache(Cache):
         part._stores = [cast(AttentionStore, store).part(part, rows) for store in self._stores]
         part.layers = [cast(CacheLayerMixin, store) for store in part._stores]
         return part
+
+    def share(self, count: int) -> None:
+        """Commit the first `count` entries of the first row in every row. All layers must be attention's."""
+        for store in self._stores:
+            cast(AttentionStore, store).share(count)
+        self.skip(count)
 
     def reset(self) -> None:
         """Forget everything, and keep the memory."""

@@ -1,4 +1,4 @@
-"""Reading prompts of different lengths: in parts of about one length, of which little is padding.
+"""Reading prompts: what all begin with once, and the rest in parts of about one length, of which little is padding.
 
 Shapes: B prompts, T tokens of the longest, V vocabulary, K taps, H hidden size.
 """
@@ -18,6 +18,7 @@ from .target import Target
 # cache; a GPU needs many at once.
 _CPU_TOKENS = 512
 _GPU_TOKENS = 16384
+_LEAST_SHARED = 16  # tokens that all prompts begin with, such as a template's, from which reading them once pays
 
 
 def rows_at_once(rows: int, length: int, target: Target) -> int:
@@ -38,6 +39,16 @@ def prompt_parts(lengths: Sequence[int], target: Target) -> list[list[int]]:
     return parts if len(parts) > 1 else [together]
 
 
+def shared_tokens(tokens: Tensor, lengths: Sequence[int], target: Target) -> int:
+    """Return how many tokens of prompts `[B, T]` are read once for all: each has another one after them."""
+    if len(lengths) == 1 or not target.rewinds:
+        return 0
+    most = min(lengths) - 1
+    same = (tokens[:, :most] == tokens[:1, :most]).all(0)
+    count = int(same.long().cumprod(0).sum())
+    return count if count >= _LEAST_SHARED else 0
+
+
 def read_prompts(
     target: Target,
     tokens: Tensor,
@@ -47,27 +58,38 @@ def read_prompts(
     parts: Sequence[int],
     images: ImageInputs | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Read prompts `[B, T]` into an empty cache, so many rows at a time; the caller commits them with `cache.advance`.
+    """Read prompts `[B, T]` into an empty cache, so many rows at a time.
 
     Returns:
         The logits after each prompt, `[B, 1, V]`, and the states at the taps, `[B, T, K, H]`, or None without taps;
         those of padding mean nothing.
     """
-    if len(parts) == 1:
+    shared = shared_tokens(tokens, counts.values, target)
+    left = RowLengths.of([count - shared for count in counts.values], tokens.device)
+    if len(parts) == 1 and not shared:
         out = target.forward(tokens, cache, taps, counts.tensor[:, None] - 1, images=images)
+        cache.advance(counts)
         return out.logits, out.hidden
-    logits = []
     hidden: Tensor | None = None
+    if taps:
+        shape = (*tokens.shape, len(taps), target.hidden_size)
+        hidden = torch.zeros(shape, dtype=target.dtype, device=tokens.device)
+    if shared:
+        out = target.forward(tokens[:1, :shared], cache.part(slice(0, 1)), taps, logits=False)
+        cache.share(shared)
+        if hidden is not None and out.hidden is not None:
+            hidden[:, :shared] = out.hidden
+    logits = []
     begin = 0
     for count in parts:
         rows = slice(begin, begin + count)
-        longest = max(counts.values[rows])
-        out = target.forward(tokens[rows, :longest], cache.part(rows), taps, counts.tensor[rows, None] - 1)
+        end = shared + max(left.values[rows])
+        out = target.forward(tokens[rows, shared:end], cache.part(rows), taps, left.tensor[rows, None] - 1)
         assert out.logits is not None
         logits.append(out.logits)
-        if out.hidden is not None:
-            hidden = out.hidden.new_zeros(*tokens.shape, *out.hidden.shape[2:]) if hidden is None else hidden
-            hidden[rows, :longest] = out.hidden
+        if hidden is not None and out.hidden is not None:
+            hidden[rows, shared:end] = out.hidden
         begin += count
         del out  # it would live beside the next part's
+    cache.advance(left)
     return torch.cat(logits), hidden

@@ -36,10 +36,20 @@ def test_a_target_with_states_reads_all_prompts_at_once(monkeypatch):
     assert prompt_parts(LENGTHS, recurrent) == [list(range(6))]
 
 
+def test_what_all_begin_with_is_read_once_if_it_is_long(target):
+    tokens = torch.arange(60).repeat(3, 1)
+    tokens[1, 20:] = 1
+    assert prompts.shared_tokens(tokens, [60, 40, 30], target) == 20
+    assert prompts.shared_tokens(tokens, [60, 40, 20], target) == 19  # each has a token left
+    assert prompts.shared_tokens(tokens, [60, 40, 10], target) == 0
+    assert prompts.shared_tokens(tokens[:1], [60], target) == 0
+
+
+@pytest.mark.parametrize("most", [10, 10**6])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["plain", "draft model", "eagle3", "ngram"])
-def test_no_text_depends_on_the_parts(target, kind, temperature, static, monkeypatch):
+def test_no_text_depends_on_the_parts(target, kind, temperature, static, most, monkeypatch):
     if kind == "draft model":
         drafter = DraftModel(copy.deepcopy(target.model))
     elif kind == "eagle3":
@@ -47,12 +57,18 @@ def test_no_text_depends_on_the_parts(target, kind, temperature, static, monkeyp
     else:
         drafter = Ngram() if kind == "ngram" else None
 
-    def completed(most: int):
-        monkeypatch.setattr(prompts, "_CPU_TOKENS", most)
+    same = random_prompts(20)[0]
+    asked = [same + prompt for prompt in random_prompts(*LENGTHS)]
+
+    def completed():
         decoder = Decoder(target, drafter, static=static)
         sampling, plan = Sampling(temperature=temperature, seed=3), Plan(0 if drafter is None else 3)
         flags = [True, True, False, True, True, False]
-        out = decoder.generate(random_prompts(*LENGTHS), 12, sampling, plan, sequence_ids=range(6), speculate=flags)
+        out = decoder.generate(asked, 12, sampling, plan, sequence_ids=range(6), speculate=flags)
         return out.tokens, out.rounds
 
-    assert completed(10) == completed(10**6)
+    monkeypatch.setattr(prompts, "_CPU_TOKENS", most)
+    in_parts = completed()
+    monkeypatch.setattr(prompts, "_CPU_TOKENS", 10**6)
+    monkeypatch.setattr(prompts, "_LEAST_SHARED", 10**6)
+    assert in_parts == completed()

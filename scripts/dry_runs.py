@@ -54,7 +54,7 @@ def of_recipe(
     """
     from ..distill.responses import data_folder
     from ..distill.sources import as_specs
-    from ..train.arguments import push_of, training_arguments
+    from ..train.arguments import push_of, trackers, training_arguments
 
     data, folder = recipe.data, data_folder(recipe)
     reads = [f"the target {' with '.join(filter(None, (recipe.target.path, recipe.target.adapter)))}"]
@@ -69,7 +69,7 @@ def of_recipe(
         writes.append(f"checkpoints, drafter and recipe: {recipe.output_folder}")
         engine, push = recipe.target.engine, push_of(recipe.training)
         sends += [f"texts to the target's engine at {url}" for url in _each(None if engine is None else engine.url)]
-        sends += [f"figures to {name}" for name in _each(training_arguments(recipe).report_to)]
+        sends += [f"figures to {name}" for name in trackers(training_arguments(recipe))]
         sends += [] if push is None else [f"the drafter, its recipe and a card to hf://{push.repository}"]
     return Intent(reads, writes, list(_spent(recipe, trains, seconds, sketch)), sends)
 

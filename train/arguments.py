@@ -145,6 +145,11 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
     return checked
 
 
+def trackers(args: TrainingArguments) -> list[str]:
+    """Return the trackers that a training reports to: of whatever `report_to` was, transformers has made a list."""
+    return cast(list[str], args.report_to or [])
+
+
 def training_arguments(recipe: Recipe) -> TrainingArguments:
     """Return a recipe's `TrainingArguments`, over the defaults below; refuse bad values. Sets up processes, device."""
     values = {n: v for n, v in (_defaults(recipe) | check_training(recipe.training)).items() if n not in {*_OWN, *PUSH}}
@@ -155,8 +160,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         device = args.device
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         raise BadInputError(f"training: {error}") from error
-    names = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
-    refuse_unknown_keys(dict.fromkeys(names), INTEGRATION_TO_CALLBACK, "training.report_to")
+    refuse_unknown_keys(dict.fromkeys(trackers(args)), INTEGRATION_TO_CALLBACK, "training.report_to")
     _check_measures(recipe, args)
     _check_scheduler(args)
     if args.lr_scheduler_type == "reduce_lr_on_plateau":  # which by itself waits for a fall

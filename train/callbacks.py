@@ -25,7 +25,7 @@ from ..common.errors import reason
 from ..common.progress import Advance, announce, progress
 from ..common.signals import ECHO, StoppedError, listening
 from ..recipes import Recipe
-from .arguments import MEASURED
+from .arguments import MEASURED, trackers
 from .data import Order
 from .decoding import Sample
 from .forecast import Forecast
@@ -200,7 +200,7 @@ class Reports(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         values = {"recipe": self.recipe.model_dump(mode="json")}
         for name in ("wandb", "trackio"):
-            if state.is_world_process_zero and _runs(args, name):
+            if state.is_world_process_zero and name in trackers(args):
                 tracker: Any = importlib.import_module(name)
                 tracker.config.update(values, **({"allow_val_change": True} if name == "wandb" else {}))
 
@@ -208,19 +208,19 @@ class Reports(TrainerCallback):
         rows = [[state.global_step, s.prompt, s.target, s.drafted, s.tau] for s in self.samples()]
         if not rows or not state.is_world_process_zero:
             return
-        if _runs(args, "wandb"):
+        if "wandb" in trackers(args):
             wandb: Any = importlib.import_module("wandb")
             wandb.log({TABLE: wandb.Table(columns=TABLE_COLUMNS, data=rows), "train/global_step": state.global_step})
-        if _runs(args, "trackio"):
+        if "trackio" in trackers(args):
             trackio, frames = importlib.import_module("trackio"), importlib.import_module("pandas")
             trackio.log({TABLE: trackio.Table(dataframe=frames.DataFrame(rows, columns=TABLE_COLUMNS))})
-        if _runs(args, "tensorboard"):
+        if "tensorboard" in trackers(args):
             _write_text(args, state.global_step, rows)
 
 
 def finish_reports(recipe: Recipe, args: TrainingArguments) -> None:
     """Add the recipe and provenance to the wandb run, which ends with the process; a failure is only a warning."""
-    wandb: Any = importlib.import_module("wandb") if _runs(args, "wandb") else None
+    wandb: Any = importlib.import_module("wandb") if "wandb" in trackers(args) else None
     if wandb is None or wandb.run is None:
         return
     try:
@@ -232,10 +232,6 @@ def finish_reports(recipe: Recipe, args: TrainingArguments) -> None:
         _log.warning(
             "wandb did not take the recipe and provenance (%s); both are in %s.", reason(error), recipe.output_folder
         )
-
-
-def _runs(args: TrainingArguments, name: str) -> bool:
-    return name in ([args.report_to] if isinstance(args.report_to, str) else args.report_to or [])
 
 
 def _write_text(args: TrainingArguments, step: int, rows: Sequence[Sequence[Any]]) -> None:

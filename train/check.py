@@ -24,7 +24,7 @@ from ..formats import require_served
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target
-from .arguments import packing_of, training_arguments
+from .arguments import packing_of, trackers, training_arguments
 from .drafter_init import check_abilities, check_drafter, check_makes
 from .hooks import asks_for_checkpointing
 from .processes import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
@@ -93,8 +93,7 @@ def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
 
 def check_reports(args: TrainingArguments) -> None:
     """Refuse unknown trackers, and those whose package or account is missing."""
-    names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
-    for name in names:
+    for name in trackers(args):
         try:
             get_reporting_integration_callbacks([name])[0]()
         except (RuntimeError, ImportError) as error:
@@ -102,7 +101,7 @@ def check_reports(args: TrainingArguments) -> None:
                 f"training.report_to: {name} cannot report here: {reason(error)} Install its package (pip install "
                 f"{name}), or leave it out."
             ) from error
-    if "wandb" not in names or args.process_index != 0:
+    if "wandb" not in trackers(args) or args.process_index != 0:
         return
     wandb: Any = importlib.import_module("wandb")
     if wandb.run is not None or wandb.Settings().mode in ("offline", "disabled", "dryrun"):

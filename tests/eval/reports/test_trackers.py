@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from outrider.eval.reports import trackers
 from outrider.eval.reports.trackers import track_report
 from outrider.recipes import Recipe
 
@@ -55,10 +56,12 @@ def test_trackio_gets_page_and_artifact(report: Path, tmp_path: Path) -> None:
     assert len([file for file in (tmp_path / "kept" / "artifacts").rglob("*") if file.is_file()]) >= 3
 
 
-def test_tensorboard_gets_the_tables(report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("named", ["tensorboard", "all"])
+def test_tensorboard_gets_the_tables(report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
     pytest.importorskip("tensorboard")
+    monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: ["tensorboard"])
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    track_report(recipe(tmp_path, "tensorboard"), report)
+    track_report(recipe(tmp_path, named), report)
     [events] = (tmp_path / "board" / "report").glob("events.out.tfevents.*")
     assert "2.5" in events.read_bytes().decode("utf-8", "replace")
 

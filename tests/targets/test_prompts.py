@@ -6,12 +6,14 @@ import copy
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import DraftModel, Eagle3, Eagle3Config, Ngram
-from outrider.targets import Target, prompts
-from outrider.targets.prompts import prompt_parts
+from outrider.targets import RowLengths, Target, prompts
+from outrider.targets.prompts import prompt_parts, read_prompts
 
+from ..closeness import assert_same
 from ..decode.conftest import random_prompts
 from .small_models import small_model
 
@@ -43,6 +45,30 @@ def test_what_all_begin_with_is_read_once_if_it_is_long(target):
     assert prompts.shared_tokens(tokens, [60, 40, 20], target) == 19  # each has a token left
     assert prompts.shared_tokens(tokens, [60, 40, 10], target) == 0
     assert prompts.shared_tokens(tokens[:1], [60], target) == 0
+
+
+WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("llama", {}), ("gemma3_text", WINDOWED)])
+def test_what_is_read_is_the_librarys(kind, changes, monkeypatch):
+    """Logits after each prompt, states at the taps, and the cache: prompts that begin alike, in four parts."""
+    monkeypatch.setattr(prompts, "_CPU_TOKENS", 30)
+    target = Target(small_model(kind, **changes).double())
+    same = random_prompts(20)[0]
+    texts = [same + prompt for prompt in random_prompts(9, 8, 5, 1)]
+    tokens = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+    counts = RowLengths.of(list(map(len, texts)), "cpu")
+    cache = target.new_cache(4, 40)
+    parts = [len(part) for part in prompt_parts(counts.values, target)]
+    assert len(parts) == 4
+    logits, hidden = read_prompts(target, tokens, counts, cache, (2,), parts)
+    after = target.forward(tokens[:, :1], cache).logits
+    for row, text in enumerate(texts):
+        whole = target.model(torch.tensor([[*text, int(tokens[row, 0])]]), output_hidden_states=True)
+        assert_same(logits[row, 0], whole.logits[0, -2])
+        assert_same(hidden[row, : len(text), 0], whole.hidden_states[2][0, :-1])
+        assert_same(after[row, 0], whole.logits[0, -1])
 
 
 @pytest.mark.parametrize("most", [10, 10**6])

@@ -218,22 +218,17 @@ def simulated(repeats: int) -> tuple[dict[str, Any], list[str]]:
         {"spread": spread, "noise": noise, "suites": s, "prompts": n, **covered(n, s, spread, noise, repeats)}
         for spread, noise, s, n in cells
     ]
+    result, tables = gate_errors(repeats, (TOLERANCE, 0.0, 0.06, 0.1))
+    return result | {"coverage": coverage}, [_coverage_table(coverage), *tables]
+
+
+def gate_errors(repeats: int, drops: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
+    """Return the gate's errors at these drops of τ; those at just the tolerance are false alarms."""
     gates = [
         {"suites": shape, "prompts": n, "drop": drop, **gated(n, drop, repeats, shape)}
         for shape in SHARES
         for n in PROMPTS
-        for drop in (TOLERANCE, 0.0, 0.06, 0.1)
-    ]
-    tables = [_coverage_table(coverage), _gate_table(gates)]
-    return {"conditions": _conditions(repeats), "coverage": coverage, "gate": gates}, tables
-
-
-def false_alarms(repeats: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the gate's errors at a drop of just the tolerance, the only ones that are false alarms."""
-    gates = [
-        {"suites": shape, "prompts": n, "drop": TOLERANCE, **gated(n, TOLERANCE, repeats, shape)}
-        for shape in SHARES
-        for n in PROMPTS
+        for drop in drops
     ]
     return {"conditions": _conditions(repeats), "gate": gates}, [_gate_table(gates)]
 
@@ -255,16 +250,15 @@ def _coverage_table(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def _gate_table(cells: Sequence[dict[str, Any]]) -> str:
-    head = ["suites", "prompts", "drop of τ", "fixed: failed", "sequential: failed", "passed", "prompts it took"]
-    return table(
-        head,
-        [
-            [c["suites"], f"{c['prompts']}", f"{c['drop']:.0%}"]
-            + [f"{c[name]:.1%}" for name in ("fixed_failed", "sequential_failed", "sequential_passed")]
-            + [f"{c['mean_prompts']:.0f}"]
-            for c in cells
-        ],
-    )
+    about = ["suites", "prompts", "drop of τ"]
+    return _verdict_table(about, [[c["suites"], f"{c['prompts']}", f"{c['drop']:.0%}"] for c in cells], cells, ".1%")
+
+
+def _verdict_table(about: list[str], facts: list[list[str]], cells: Sequence[dict[str, Any]], form: str) -> str:
+    """Return what both gates said in some cells, beside the facts about each."""
+    head = [*about, "fixed: failed", "sequential: failed", "passed", "prompts it took"]
+    said = ([*(f"{c[name]:{form}}" for name in _VERDICTS[:3]), f"{c['mean_prompts']:.0f}"] for c in cells)
+    return table(head, [[*own, *verdict] for own, verdict in zip(facts, said, strict=True)])
 
 
 def real(asked: Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -357,26 +351,16 @@ def _with_noise(drafter: Drafter, noise: float) -> Drafter:
 
 
 def _real_gate_table(cells: Sequence[dict[str, Any]]) -> str:
-    head = [
-        "drafter",
-        "tolerance",
-        "τ",
-        "questions of",
-        "fixed: failed",
-        "sequential: failed",
-        "passed",
-        "prompts it took",
-    ]
-    return table(
-        head,
+    facts = [
         [
-            [c["drafter"], f"{c['tolerance']:.0%}", f"{c['tau_old']:.3f} → {c['tau_new']:.3f}"]
-            + [f"{c['questions']} × {c['prompts']} prompts"]
-            + [f"{c[name]:.0f}" for name in ("fixed_failed", "sequential_failed", "sequential_passed")]
-            + [f"{c['mean_prompts']:.0f}"]
-            for c in cells
-        ],
-    )
+            c["drafter"],
+            f"{c['tolerance']:.0%}",
+            f"{c['tau_old']:.3f} → {c['tau_new']:.3f}",
+            f"{c['questions']} × {c['prompts']} prompts",
+        ]
+        for c in cells
+    ]
+    return _verdict_table(["drafter", "tolerance", "τ", "questions of"], facts, cells, ".0f")
 
 
 def main() -> int:
@@ -393,7 +377,7 @@ def main() -> int:
         asked.repeats = 100 if asked.repeats is None else asked.repeats
         result, tables = real(asked)
     elif asked.false_alarms:
-        result, tables = false_alarms(asked.false_alarms)
+        result, tables = gate_errors(asked.false_alarms, [TOLERANCE])
     else:
         result, tables = simulated(asked.repeats or 1000)
     publish(result, asked.out, tables)

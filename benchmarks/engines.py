@@ -24,10 +24,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-import torch
+from transformers import GenerationConfig
 
 from outrider.common import OutriderError
-from outrider.common.machine import clock
 from outrider.common.server_process import python_of
 from outrider.costs.timing import threads
 from outrider.decode import Plan
@@ -43,32 +42,25 @@ from outrider.recipes import EvalSpec
 from outrider.serving.engine import Engine
 from outrider.serving.launching import Command, LlamaLaunch, VllmLaunch, running
 from outrider.targets import Target
-from outrider.targets.split_attention import steady_kernels
 
-from .report import NOTHING, command, conditions, interval, options, publish, shown, table
+from .report import NOTHING, command, conditions, interval, options, publish, raced, table
 
 PLAIN, LOOKUP = "plain", "transformers.prompt_lookup"
 
 
-class Drafting:
-    """`transformers.generate` that drafts by options of its own, such as prompt lookup, on one job of a race."""
+class LookupRacer(GenerateRacer):
+    """`transformers.generate` with its prompt lookup."""
 
-    def __init__(self, name: str, target: Target, max_new_tokens: int, **options: Any):
-        self.name = name
-        self.target = target
-        self.max_new_tokens = max_new_tokens
-        self.options = options
+    name = LOOKUP
 
-    def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
-        tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
-        mask = torch.ones_like(tokens)
-        began = clock(self.target.device)
-        model: Any = self.target.model
-        with torch.inference_mode(), steady_kernels():
-            out = model.generate(
-                tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, **self.options
-            )
-        return TimedCompletion(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
+    def __init__(self, target: Target, settings: EvalSpec, depth: int):
+        super().__init__(target, settings)
+        self.depth = depth
+
+    def _config(self, temperature: float) -> GenerationConfig:
+        config = super()._config(temperature)
+        config.prompt_lookup_num_tokens = self.depth
+        return config
 
 
 class EngineRacer:
@@ -134,8 +126,8 @@ def ours(target: Target, drafters: Mapping[str, Drafter], arguments: Namespace) 
     settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, seed=0)
     contestants = [Contestant(PLAIN, None, Plan(0))]
     contestants += [Contestant.of(name, drafter, Plan(arguments.depth)) for name, drafter in drafters.items()]
-    lookup = Drafting(LOOKUP, target, arguments.max_new_tokens, prompt_lookup_num_tokens=arguments.depth)
-    return [*(DecoderRacer(target, c, settings) for c in contestants), GenerateRacer(target, settings), lookup]
+    theirs = GenerateRacer(target, settings), LookupRacer(target, settings, arguments.depth)
+    return [*(DecoderRacer(target, c, settings) for c in contestants), *theirs]
 
 
 def tables(result: dict[str, Any]) -> list[str]:
@@ -196,19 +188,7 @@ def main(given: Sequence[str] | None = None) -> int:
             timing="whole requests, prefills included; contestants take turns on each prompt",
             intervals="95%, bootstrap over prompts",
         )
-    rows = [
-        {
-            "contestant": f.contestant,
-            "tau": f.tau and shown(f.tau),
-            "tokens_per_second": shown(f.tokens_per_second),
-            "speedup": shown(f.speedup),
-            "identical": f.identical,
-            "prompts": f.num_prompts,
-        }
-        for f in figures
-        if f.suite == "all"
-    ]
-    result = {"conditions": about, "figures": rows}
+    result = {"conditions": about, "figures": [raced(f) for f in figures if f.suite == "all"]}
     publish(result, arguments.out, tables(result))
     return 0
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from outrider.decode import Decoder, Plan
+from outrider.decode import Decoder, Plan, Sampling
 from outrider.eval.suites import load_suites
 from outrider.heads import Drafter
 from outrider.targets import Target
 
+from .acceptance import outputs_of
 from .grown import Grown
 from .report import command, conditions, options, publish, table
 
@@ -43,15 +44,12 @@ def reference(target: Target, prompt: list[int], count: int) -> list[int]:
 
 def compare(decoder: Decoder, plan: Plan, asked: list[Asked], batch: int, count: int) -> dict[str, Any]:
     """Return how many texts are the library's, which are not, and τ by suite."""
-    got: list[list[int]] = []
+    outputs = list(outputs_of(decoder, [one.prompt for one in asked], count, Sampling(), plan, batch))
+    got = [tokens for out in outputs for tokens in out.tokens]
     emitted: dict[str, list[int]] = {suite: [] for suite in [*(one.suite for one in asked), "all"]}
-    for start in range(0, len(asked), batch):
-        group = asked[start : start + batch]
-        out = decoder.generate([one.prompt for one in group], count, plan=plan)
-        got += out.tokens
-        for one, rounds in zip(group, out.rounds, strict=True):
-            for suite in (one.suite, "all"):
-                emitted[suite] += [r.emitted for r in rounds]
+    for one, rounds in zip(asked, (row for out in outputs for row in out.rounds), strict=True):
+        for suite in (one.suite, "all"):
+            emitted[suite] += [r.emitted for r in rounds]
     different = [i for i, (tokens, one) in enumerate(zip(got, asked, strict=True)) if tokens != one.wanted]
     taus = {suite: round(sum(tokens) / max(1, len(tokens)), 4) for suite, tokens in emitted.items()}
     return {"identical": len(asked) - len(different), "prompts": len(asked), "different": different, "tau": taus}

@@ -51,7 +51,7 @@ from .ceilings import bandwidth
 from .grown import Grown, run_by
 from .loops import Ours
 from .overhead import loop_overhead
-from .report import NOTHING, command, conditions, interval, number, options, publish, shown, table, write
+from .report import NOTHING, command, conditions, interval, number, options, publish, raced, shown, table, write
 
 PLAIN = "plain"
 FUSION = "fusion"
@@ -225,9 +225,7 @@ def rows_of(figures: dict[str, list[Figures]], contestants: Sequence[Contestant]
     rows = []
     for kind, all_figures in figures.items():
         for f in (f for f in all_figures if f.suite == "all"):
-            row = {"weights": kind, "contestant": f.contestant, "temperature": f.temperature, "rule": f.rule}
-            row |= {"tau": f.tau and shown(f.tau), "speedup": shown(f.speedup), "identical": f.identical}
-            row |= {"tokens_per_second": shown(f.tokens_per_second), "prompts": f.num_prompts}
+            row = {"weights": kind, **raced(f), "temperature": f.temperature, "rule": f.rule}
             costs, plan = result["costs"][kind], plans[f.contestant]
             draft = costs["draft"].get(f.contestant.partition(",")[0], {}).get(str(plan.depth))
             if f.tau and draft is not None and not plan.is_tree and plan.control is None:

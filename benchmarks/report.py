@@ -18,7 +18,7 @@ from outrider.common.atomic import write_atomically
 from outrider.common.machine import device_name
 from outrider.common.runtime import versions
 from outrider.common.signals import how, number_of, stoppable
-from outrider.eval.reports.figures import Interval
+from outrider.eval.reports.figures import Figures, Interval
 from outrider.targets import Target
 from outrider.targets.fast.select import CANDIDATES
 
@@ -109,6 +109,18 @@ def number(value: float, digits: int = 4) -> float | None:
 def shown(interval: Interval, digits: int = 4) -> dict[str, float | None]:
     """Return an interval as results hold it."""
     return {name: number(getattr(interval, name), digits) for name in ("value", "low", "high")}
+
+
+def raced(figures: Figures) -> dict[str, Any]:
+    """Return a contestant's figures in a race as results hold them."""
+    return {
+        "contestant": figures.contestant,
+        "tau": figures.tau and shown(figures.tau),
+        "tokens_per_second": shown(figures.tokens_per_second),
+        "speedup": shown(figures.speedup),
+        "identical": figures.identical,
+        "prompts": figures.num_prompts,
+    }
 
 
 def interval(row: dict[str, Any] | None, digits: int = 2, sign: str = "") -> str:

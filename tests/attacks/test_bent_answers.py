@@ -31,7 +31,6 @@ FEW, MANY = 40, 4000
 LETTERS = 'ab1 -+.eE{}=",:_#\\\n\0\x1b\x7fé³\u202e\ud800'
 COMPLETION = completion(TOKENS, "text", [1, 2])
 MESSAGE = {"role": "assistant", "content": "text", "tool_calls": None}
-USAGE = {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
 CHAT = COMPLETION | {"object": "chat.completion", "prompt_token_ids": [1, 2]}
 CHAT["choices"] = [{"index": 0, "message": MESSAGE, "finish_reason": "length", "token_ids": TOKENS}]
 ERROR = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}}
@@ -107,10 +106,8 @@ lines = st.lists(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Hostile]:
-    hostile = Hostile()
-    yield hostile
-    hostile.http.shutdown()
-    hostile.http.server_close()
+    with Hostile() as hostile:
+        yield hostile
 
 
 def refused(action: Callable[[], object], *expected: type[Exception]) -> None:

@@ -350,10 +350,8 @@ TOLD = [a for a in ANSWERS if a[1] != "/metrics"]
 
 @pytest.fixture
 def hostile() -> Iterator[Hostile]:
-    server = Hostile()
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
+    with Hostile() as server:
+        yield server
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
-import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 import pyarrow
@@ -26,6 +24,7 @@ from outrider.distill.recipe_prompts import PromptReading, collect
 from outrider.distill.sources import Reservoir, check_sources, count_rows, rows_of, title
 from outrider.recipes import SourceSpec
 
+from ..serving.hostile_server import Hostile, plain
 from .conftest import Tokenizer, read_prompts, write_rows
 
 ROWS = [{"text": "one"}, {"text": "two é"}, {"text": "three"}]
@@ -173,58 +172,32 @@ def test_a_table_holds_what_json_has_not(tmp_path: Path, kind: str) -> None:
     assert found == row | {"text": {"bytes": 1}, "when": "2031-01-01 00:00:00"}
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """A Hub of one data set with 25,000 rows, whose newest commit is `COMMIT`; `asked` are the paths of requests."""
-
-    rows = "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(25_000)).encode()
-    asked: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        path, file = (
-            self.path.partition("?")[0],
-            {"type": "file", "path": "a.jsonl", "size": len(self.rows), "oid": "1"},
-        )
-        about = {"id": "org/name", "sha": COMMIT, "siblings": [{"rfilename": "a.jsonl"}]}
-        if path.startswith("/api/datasets/org/name/tree"):
-            self._send(200, json.dumps([file]).encode())
-        elif path.startswith("/api/datasets/org/name"):
-            self._send(200, json.dumps(about).encode())
-        elif path == f"/datasets/org/name/resolve/{COMMIT}/a.jsonl":
-            self._send(200, self.rows)
-        else:
-            self._send(404, b"{}")
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def _send(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        headers = {"Content-Length": str(len(body)), "X-Repo-Commit": COMMIT, "ETag": '"1"'}
-        for name, value in headers.items() if status == 200 else [("X-Error-Code", "EntryNotFound"), *headers.items()]:
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+COMMIT, API = "b" * 40, "/api/datasets/org/name"
 
 
-COMMIT = "b" * 40
+@pytest.fixture
+def hub() -> Iterator[Hostile]:
+    with Hostile() as server:
+        yield server
 
 
 def test_a_data_set_of_the_hub_is_read_at_the_commit_that_is_written_down(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Tokenizer
+    hub: Hostile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     """Also where none was asked for; and a sample of it is drawn from its first rows alone."""
-    http = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{http.server_address[1]}"
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
+    rows = "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(25_000)).encode()
+    told = f'Content-Length: {len(rows)}\r\nX-Repo-Commit: {COMMIT}\r\nETag: "1"\r\n'
+    about = json.dumps({"id": "org/name", "sha": COMMIT, "siblings": [{"rfilename": "a.jsonl"}]}).encode()
+    listed = json.dumps([{"type": "file", "path": "a.jsonl", "size": len(rows), "oid": "1"}]).encode()
+    hub.answers = {
+        **dict.fromkeys((API, f"{API}/revision/main", f"{API}/revision/{COMMIT}"), plain(about)),
+        f"{API}/tree/{COMMIT}?recursive=true&expand=false": plain(listed),
+        f"/datasets/org/name/resolve/{COMMIT}/a.jsonl": plain(rows, more=told),
+    }
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", address)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for revision, limit in ((None, 10), ("main", 10)):
@@ -232,10 +205,8 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_that_is_written_down(
         found = collect([source], tokenizer, limit, PromptReading(sample=0))
         [counts] = found.sources
         assert (counts.revision, counts.drawn_from, counts.kept) == (COMMIT, 10_000, 10)
-    assert "/api/datasets/org/name/revision/main" in _Hub.asked
+    assert f"{API}/revision/main" in [path for path, _ in hub.seen]
     assert any(int(prompt.text.split()[1]) > 100 for prompt in found.prompts)
-    http.shutdown()
-    http.server_close()
 
 
 def test_files_have_no_revision(tmp_path: Path) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +31,7 @@ from outrider.serving.engine_metrics import PageCounters, read_counters
 from outrider.serving.reference_run import DraftCounts
 
 from ..serving.conftest import Server, answer
+from ..serving.hostile_server import Hostile
 from ..serving.test_counters import written
 
 LIMITS = WatchLimits(window=100)
@@ -271,26 +270,12 @@ def test_what_is_promised_is_said_and_what_is_not():
     assert "learned first" in learns
 
 
-class Broken(BaseHTTPRequestHandler):
-    """A server that does not speak HTTP as it should."""
-
-    def do_GET(self) -> None:
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nvllm")
-
-    def do_POST(self) -> None:
-        self.wfile.write(b"no HTTP at all\r\n")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def broken() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Broken)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    with Hostile() as server:
+        server.answers["/metrics"] = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nvllm"
+        server.answers["/hooks/s3cret"] = b"no HTTP at all\r\n"
+        yield server.url
 
 
 def test_an_engine_that_does_not_answer_in_http_or_at_all(broken, start_server, tmp_path):

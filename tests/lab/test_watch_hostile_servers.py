@@ -20,10 +20,8 @@ from ..serving.test_hostile_servers import SECRET
 @pytest.fixture
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile]:
     monkeypatch.setattr(engine, "LOOK_SECONDS", 1.0)
-    server = Hostile()
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
+    with Hostile() as server:
+        yield server
 
 
 def watch(url: str, state: Path, *more: str) -> Result:

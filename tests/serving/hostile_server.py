@@ -19,7 +19,7 @@ METRICS = page(1, 10, (3, 6, 3), (3, 0))
 
 
 class Hostile:
-    """A server of three pages, each the bytes of a whole answer or a function that writes one.
+    """A server of three pages, each the bytes of a whole answer or a function that writes one; stopped after `with`.
 
     Attributes:
         seen: of every request, its path and headers.
@@ -37,7 +37,7 @@ class Hostile:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 hostile.seen.append((self.path, dict(self.headers)))
-                answer = hostile.answers.get(self.path, plain(b"not here", status="404 Not Found"))
+                answer = hostile.answers.get(self.path, NOWHERE)
                 with suppress(OSError):  # the client has had enough
                     self.wfile.write(answer) if isinstance(answer, bytes) else answer(self)
 
@@ -54,9 +54,19 @@ class Hostile:
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
+    def __enter__(self) -> Hostile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
 
 def plain(body: bytes, kind: str = "application/json", status: str = "200 OK", more: str = "") -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nConnection: close\r\n{more}\r\n".encode() + body
+
+
+NOWHERE = plain(b"not here", status="404 Not Found", more="X-Error-Code: EntryNotFound\r\n")  # as the Hub says it
 
 
 def endless(kind: str, part: bytes = b"x" * 65536, pause: float = 0.0) -> Answer:

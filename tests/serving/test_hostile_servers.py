@@ -26,10 +26,8 @@ from .small_engine import TOKENS
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile]:
     monkeypatch.setattr(engine, "LOOK_SECONDS", 1.0)
     monkeypatch.setattr(engine, "COMPLETION_SECONDS", 1.0)
-    server = Hostile()
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
+    with Hostile() as server:
+        yield server
 
 
 @pytest.mark.parametrize(("path", "answer"), [a[1:] for a in ANSWERS], ids=[f"{p}: {n}" for n, p, _ in ANSWERS])

@@ -182,17 +182,16 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile
     """A server that answers as the Hub does, with one entry."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    server, entry = Hostile(), {"type": "file", "path": ENTRY, "size": 2, "oid": "b" * 40}
+    entry = {"type": "file", "path": ENTRY, "size": 2, "oid": "b" * 40}
     more = f'ETag: "b"\r\nX-Repo-Commit: {"a" * 40}\r\nContent-Length: 2\r\n'
-    server.answers = {
-        HEAD: plain(json.dumps({"id": "org/pairs", "sha": "a" * 40}).encode()),
-        TREE: plain(json.dumps([entry]).encode()),
-        f"/api/models/org/pairs/paths-info/{'a' * 40}": plain(json.dumps([entry]).encode()),
-        BLOB: plain(b"{}", more=more),
-    }
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
+    with Hostile() as server:
+        server.answers = {
+            HEAD: plain(json.dumps({"id": "org/pairs", "sha": "a" * 40}).encode()),
+            TREE: plain(json.dumps([entry]).encode()),
+            f"/api/models/org/pairs/paths-info/{'a' * 40}": plain(json.dumps([entry]).encode()),
+            BLOB: plain(b"{}", more=more),
+        }
+        yield server
 
 
 def test_an_answer_of_the_hub_is_read_and_a_larger_file_is_refused(

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from outrider.common import BadInputError
 from outrider.decode import Plan, Sampling
 from outrider.eval import Interval
-from outrider.pair import Pair
+from outrider.pair import Pair, verify
 from outrider.pair.manifest import (
     DrafterRecord,
     Figure,
@@ -204,7 +204,9 @@ def test_each_kind_of_alteration_is_named_and_all_at_once(tmp_path):
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, content, message):
     (tmp_path / "pair.json").write_bytes(content)
-    assert refusal(inspect_manifest, tmp_path) == f"{tmp_path / 'pair.json'}: {message}"
+    for call in (inspect_manifest, Pair.load):
+        assert refusal(call, tmp_path) == f"{tmp_path / 'pair.json'}: {message}"
+    assert verify(tmp_path) == [f"{tmp_path / 'pair.json'}: {message}"]
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
@@ -249,7 +251,7 @@ def test_no_pair_and_one_that_cannot_be_read_are_told_apart(tmp_path):
         f"no pair at {str(tmp_path)!r}: pair.json is missing there.",
         f"{tmp_path / 'pair.json'}: expected a regular file, found a folder.",
     ):
-        assert refusal(inspect_manifest, tmp_path) == said
+        assert refusal(inspect_manifest, tmp_path) == refusal(Pair.load, tmp_path) == said
         (tmp_path / "pair.json").mkdir(exist_ok=True)
     (recipe := tmp_path / "my.yaml").touch()
     assert refusal(inspect_manifest, recipe) == f"no pair at {str(recipe)!r}: pair.json is missing there."

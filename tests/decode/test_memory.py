@@ -44,21 +44,6 @@ def prompts(rows: int, length: int) -> list[list[int]]:
     return [[i % 7 for i in range(length)] for _ in range(rows)]
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3"])
-def test_the_state_of_a_drafter_is_announced_to_the_byte(name):
-    target = Target(llama())
-    drafter = make(name, target)
-    assert drafter is not None
-    for sizes in ((3, 40), (5, 30)):
-        sizes += (7,) if drafter.abilities.reads_nodes else ()
-        announced = drafter.state_bytes(target, *sizes)
-        with torch.inference_mode(), PeakBytes() as opened:
-            state: Any = drafter.open(target, *sizes)
-        lengths = 0 if name == "ngram" else state.cache.lengths.nbytes
-        assert opened.live - lengths == announced, sizes
-        assert (announced > 0) == (name != "ngram")
-
-
 # What is largest differs: the prompts' pass, caches and rounds after long texts, logits.
 SIZES = {"prompts": (500, 4, 200, 4), "texts": (500, 16, 10, 50), "logits": (6000, 4, 20, 8)}
 RUNS: list[tuple[str, str, Plan, Sampling]] = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode import Decoder, Output, Plan, Sampling
+from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import Drafter, NodeSession, Proposal, Session, TargetBatch
 from outrider.heads.block.block_losses import Anchors, decay_weights
 from outrider.heads.divergences import DIVERGENCES
@@ -19,7 +19,6 @@ from outrider.heads.session import greedy_chain
 from outrider.targets import RowLengths, Target
 
 from ..closeness import assert_same
-from ..conftest import few
 
 VOCAB = 64
 
@@ -131,27 +130,6 @@ def tau_of(alphas: Mapping[tuple[int, int, int], float], depths: int) -> tuple[f
     whole = [(row, t) for row, t in starts if all((row, t, d) in alphas for d in range(depths))]
     chains = [torch.tensor([alphas[row, t, d] for d in range(depths)]) for row, t in whole]
     return sum(1 + float(chain.cumprod(0).sum()) for chain in chains), len(chains)
-
-
-def told_from_text(
-    drafter: Drafter, target: Target, written: Sequence[int], new: int, predict: Callable[[Tensor, int], Tensor]
-) -> Output:
-    """Return texts of some tokens: along them `predict(tokens, place)` gives the drafts, and so each round's length."""
-    vocab, depth = drafter.config.mask_token_id or VOCAB, drafter.max_depth  # prompts without the mask
-    prompts = [sequences(1, n, vocab)[0].tolist() for n in (3, 6, 9)]
-    out = Decoder(target, drafter).generate(prompts, new, few(written), Plan(depth), ignore_eos=True)
-    for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
-        tokens = torch.tensor([prompt + text])
-        place = len(prompt)
-        told = []
-        for one in rounds:
-            there = tokens[0, place + 1 : place + 1 + depth]
-            right = predict(tokens, place)[: len(there)] == there
-            told.append(min(int(right.long().cumprod(0).sum()), one.drafted))
-            place += one.accepted + 1
-        assert told[:-1] == [one.accepted for one in rounds][:-1]
-        assert told[-1] >= min(rounds[-1].accepted, len(there)), "the last round may go on after the text's end"
-    return out
 
 
 def assert_sum_of_rows(drafter: Drafter, target: Target) -> None:
@@ -307,26 +285,6 @@ def entries_of(rollouts: Rollouts, learned: Tensor, row: int) -> list[tuple[int,
     return entries + [
         (int(rollouts.anchors[row, e]), int(rollouts.depths[row, e]), learned.shape[1] + e) for e in masks
     ]
-
-
-@torch.inference_mode()
-def leaves_no_mask(drafter: Drafter, target: Target) -> None:
-    """After three rounds the cache is that of one pass over the text."""
-    tokens = sequences(1, 20, 63)
-    hidden = target.forward(tokens, taps=drafter.taps).hidden
-    sessions = []
-    for ends in ((4, 5, 9), (9,)):
-        session, begin = drafter.open(target, 1, 28), 0
-        for end in ends:
-            part = None if hidden is None else hidden[:, begin:end]
-            session.update(tokens[:, begin:end], part, RowLengths.of([end - begin], "cpu"))
-            session.prefill(tokens[:, end])
-            begin = end
-        sessions.append(session)
-    assert sessions[0].cache.host_lengths == sessions[1].cache.host_lengths == [9]
-    for mine, alone in zip(*(session.cache._stores for session in sessions), strict=True):
-        assert_same(mine.keys[:, :, :9], alone.keys[:, :, :9])
-        assert_same(mine.values[:, :, :9], alone.values[:, :, :9])
 
 
 def decoded_logits(

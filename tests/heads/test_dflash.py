@@ -15,10 +15,9 @@ from outrider.heads import DFlash, DFlashConfig
 from outrider.heads.block.block_losses import Anchors, BlockTargets, decay_weights, eligible_places, pace_weights
 from outrider.heads.block.dflash import default_taps
 from outrider.heads.divergences import DIVERGENCES
-from outrider.targets import RowLengths, Target
+from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions
-from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from .conftest import (
     VOCAB,
     anchored,
@@ -27,7 +26,6 @@ from .conftest import (
     batch,
     features,
     sequences,
-    told_from_text,
 )
 from .conftest import made as make
 
@@ -151,35 +149,6 @@ def test_slots_of_a_block_see_each_other_as_the_config_says(target, causal):
         assert (first - cut).abs().max() > 1e-3
 
 
-def entries(session: Any) -> list[tuple[Tensor, Tensor]]:
-    return [(layer.keys, layer.values) for layer in session.cache._stores]
-
-
-@both_precisions
-def test_the_cache_holds_the_context_alone_whatever_happened(target, drafter):
-    """After rounds that kept some drafts and plain ones it is what one pass over the text leaves."""
-    tokens, rows = sequences(3, LENGTH), torch.arange(3)
-    hidden = features(target, drafter, tokens)
-    session = drafter.open(target, 3, LENGTH + 8)
-    committed = torch.zeros(3, dtype=torch.long)
-    with torch.inference_mode():
-        for kept in ((4, 1, 2), (1, 3, 1), (2, 1, 4), (1, 1, 1)):
-            width = max(kept) + 2  # drafts that were thrown away come with those that stayed
-            where = (committed[:, None] + torch.arange(width)).clamp(max=LENGTH - 1)
-            session.update(tokens[rows[:, None], where], hidden[rows[:, None], where], RowLengths.of(list(kept), "cpu"))
-            committed = committed + torch.tensor(kept)
-            session.prefill(tokens[rows, committed])
-    for row in range(3):
-        length = int(committed[row])
-        fresh = drafter.open(target, 1, LENGTH + 8)
-        with torch.inference_mode():
-            fresh.update(tokens[row, None, :length], hidden[row, None, :length], RowLengths.of([length], "cpu"))
-        assert session.cache.host_lengths[row] == length
-        for mine, alone in zip(entries(session), entries(fresh), strict=True):
-            for x, y in zip(mine, alone, strict=True):
-                assert_same(x[row, :, :length], y[0, :, :length])
-
-
 def test_the_block_is_read_once_whatever_is_drafted(target, drafter, monkeypatch):
     passes, blocks = [], drafter.blocks
     monkeypatch.setattr(drafter, "blocks", lambda *arguments: passes.append(1) or blocks(*arguments))
@@ -190,15 +159,6 @@ def test_the_block_is_read_once_whatever_is_drafted(target, drafter, monkeypatch
         passes.clear()
         out = Decoder(target, drafter).generate(prompts, 12, Sampling(0.0), plan)
         assert len(passes) == max(map(len, out.rounds))
-
-
-def test_memory_is_what_was_announced(target, drafter):
-    told = drafter.state_bytes(target, 3, 50, 2)
-    session = drafter.open(target, 3, 50, 2)
-    head = 0 if drafter.output_ids is None else len(drafter.output_ids) * target.hidden_size * 4
-    held = sum(t.numel() * t.element_size() for t in session.layers.tensors())
-    assert told == session.cache.num_bytes() + held + head
-    assert drafter.state_bytes(target, 3, 50, 2) == session.cache.num_bytes() + head
 
 
 @both_precisions
@@ -321,22 +281,6 @@ def test_lk_nla_weighed_by_overlap_without_a_floor_learns_the_expected_length():
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", ["infill", "from anchor, causal, window", "one layer, pruned vocabulary"])
-@pytest.mark.parametrize("few_tokens", [False, True])
-def test_rounds_at_temperature_0_can_be_told_from_the_text(target, name, few_tokens):
-    """From accepted end to accepted end along the target's own text, blocks of training give each round's length."""
-    drafter = made(target, **VARIANTS[name])
-    kept = FEW_TOKENS if drafter.output_ids is None else drafter.output_ids[-2:].tolist()
-    written = kept if few_tokens else ALL_TOKENS
-
-    def predict(tokens: Tensor, place: int) -> Tensor:
-        logits = trained_logits(target, drafter, tokens, features(target, drafter, tokens), [[place]])[0, 0]
-        return best_of_few(logits, drafter.output_ids, written)
-
-    out = told_from_text(drafter, target, written, 40, predict)
-    assert out.stats.tau > 1.05 or not few_tokens
-
-
 @pytest.mark.parametrize(
     ("layers", "count", "taps"),
     [(36, 5, (2, 10, 18, 26, 34)), (12, 1, (7,)), (32, 2, (2, 30)), (12, 3, (2, 6, 10))],
@@ -359,17 +303,6 @@ def test_a_mask_that_texts_have_is_refused(tiny_target):
     for token in (tiny_target.eos_ids[0], tiny_target.tokenizer.pad_token_id):
         with pytest.raises(BadInputError, match="ends or pads texts"):
             DFlash.build(DFlashConfig(mask_token_id=token), tiny_target)
-
-
-def test_a_deeper_round_than_a_block_is_refused(target):
-    drafter = made(target, block_size=3)
-    session = drafter.open(target, 1, 30)
-    tokens = sequences(1, 5)
-    session.update(tokens, features(target, drafter, tokens), RowLengths.of([5], "cpu"))
-    session.prefill(torch.tensor([1]))
-    session.decode(torch.tensor([[2]]))
-    with pytest.raises(BadInputError, match="drafts 2 tokens at most; lower the depth"):
-        session.decode(torch.tensor([[3]]))
 
 
 @both_precisions

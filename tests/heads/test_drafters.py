@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
-from outrider.decode import Decoder, Plan, Sampling
+from outrider.decode import Decoder, Plan
 from outrider.heads import (
     HEADS,
     Drafter,
@@ -31,12 +32,12 @@ from outrider.heads import (
     load_drafter,
 )
 from outrider.heads.session import greedy_chain
-from outrider.targets import RowLengths, Target
+from outrider.targets import PeakBytes, RowLengths, Target
 
 from ..closeness import assert_same, both_precisions
-from ..conftest import FEW_TOKENS, few, installed
+from ..conftest import installed
 from ..targets.small_models import NO_IDS, small_model
-from .conftest import batch, opened, ragged, sequences
+from .conftest import batch, chained, opened, ragged, sequences
 
 Maker = Callable[[Target, Callable], Drafter]
 
@@ -282,26 +283,6 @@ def test_a_config_survives_saving(drafter, target, tmp_path):
         assert load_drafter(tmp_path, target).config == drafter.config
 
 
-def test_dropped_rows_do_not_change_the_others(drafter, target):
-    """Texts of different lengths: rows leave the batch one after another."""
-    texts = Decoder(target).generate(PROMPTS, 16, ignore_eos=True).tokens
-    ends = {text[6 + 3 * i] for i, text in enumerate(texts[:3])}
-    target.model.generation_config.eos_token_id = sorted(ends)
-    expected = Decoder(target).generate(PROMPTS, 16, Sampling(), Plan(0)).tokens
-    assert len({len(t) for t in expected}) > 1
-    assert Decoder(target, drafter).generate(PROMPTS, 16, plan=Plan(3)).tokens == expected
-
-
-def test_dropped_rows_do_not_change_the_others_where_drafts_are_kept(drafter, target):
-    target.model.generation_config.eos_token_id = FEW_TOKENS[0]
-    sampling = few(min_new_tokens=3)
-    expected = Decoder(target).generate(PROMPTS, 16, sampling, Plan(0)).tokens
-    assert len({len(t) for t in expected}) > 2
-    found = Decoder(target, drafter).generate(PROMPTS, 16, sampling, Plan(3))
-    assert found.tokens == expected
-    assert found.stats.tau > 1.05
-
-
 @pytest.mark.parametrize(
     "loss", ["forward_kl", "hard_ce", {"lk_hybrid(3)": 1.0, "jsd(0.2)": 0.5, "hard_ce": 0.1}], ids=str
 )
@@ -348,11 +329,38 @@ def test_sequences_shorter_than_the_deepest_draft_are_fine(name, length, target,
 @pytest.mark.parametrize("supervised", [True, False])
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_every_weight_has_a_gradient_even_of_rows_without_a_token_to_learn(name, supervised, target, tiny_llama):
-    """So data parallel training need not look for weights without one in every step."""
+    """So data parallel training need not look for weights without one in every step; the target has none."""
     drafter = MAKERS[name](target, tiny_llama).requires_grad_(True).train()
-    tokens = sequences(2, 12)
+    tokens = sequences(8, 12)
     drafter(batch(target, drafter, tokens, torch.full_like(tokens, supervised, dtype=torch.bool))).total.backward()
-    assert [n for n, p in drafter.named_parameters() if p.requires_grad and p.grad is None] == []
+    gradients = {n: p.grad for n, p in drafter.named_parameters() if p.requires_grad}
+    assert [n for n, grad in gradients.items() if grad is None or (supervised and not grad.any())] == []
+    assert all(weight.grad is None for weight in target.model.parameters())
+
+
+def test_the_state_is_announced_to_the_byte(target, tiny_llama):
+    """Caches, and what decoding copies of weights, once for all requests."""
+    for (name, make), (rows, length) in product(MAKERS.items(), ((3, 40), (5, 30))):
+        drafter, lent = make(target, tiny_llama), target.new_cache(rows, length, 7)
+        announced = drafter.state_bytes(target, rows, length, 7)
+        with torch.inference_mode(), PeakBytes() as made:
+            state = drafter.open(target, rows, length, 7, lent)
+        more = made.live - announced
+        assert more <= 8 * rows * max(1, len(state.caches())), f"{name}: beside it the lengths of rows alone"
+        assert more >= 0 or drafter.name == "candidates", f"{name}: which takes rows of an output, and keeps none"
+
+
+@torch.inference_mode()
+def test_deeper_rounds_than_a_drafter_can_draft_are_refused(target, tiny_llama):
+    limited = []
+    for name in WITH_WEIGHTS:
+        drafter = MAKERS[name](target, tiny_llama)
+        if drafter.max_depth is not None:
+            session = opened(drafter, target, PROMPTS)
+            with pytest.raises(BadInputError, match=r"drafts (\d+ tokens at most; lower|no deeper)"):
+                chained(session, [1, 2, 3, 4], drafter.max_depth + 1, lambda logits: logits.argmax(-1))
+            limited.append(name)
+    assert {"dflash", "medusa", "mtp"} <= set(limited)
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)

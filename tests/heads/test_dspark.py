@@ -91,14 +91,12 @@ def test_the_loss_is_the_papers(target, drafter):
     assert_same(found.total, total)
 
 
-def test_gradients_reach_both_heads_and_their_codes(target):
+def test_only_the_tokens_before_drafts_are_codes_that_learn(target):
     drafter = made(target).train().requires_grad_(True)
     tokens = sequences(2, 14)
     drafter.loss(batch(target, drafter, tokens)).mean.backward()
-    for name, p in drafter.named_parameters():
-        assert float(p.grad.abs().sum()) > 0, name
     touched = drafter.markov_head.markov_w1.weight.grad.abs().sum(1).nonzero().flatten()
-    assert set(touched.tolist()) <= set(tokens[:, 1:-1].flatten().tolist()), "only the tokens before drafts"
+    assert set(touched.tolist()) <= set(tokens[:, 1:-1].flatten().tolist())
 
 
 @pytest.mark.parametrize("rank", [0, 8])

@@ -184,21 +184,6 @@ def test_in_a_batch_the_model_has_read_the_found_tokens_that_were_kept(target, m
         assert before == texts
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(1.0), Sampling(0.7, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"]
-)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_text_is_the_plain_samplers(target, model, sampling, batch):
-    prompts = [REPEATED, FRESH, REPEATED[:7]][:batch]
-    plain = Decoder(target).generate(prompts, 40, sampling, ignore_eos=True)
-    fusion = Fusion(Suffix(SuffixConfig(min_match=2)), model)
-    coupled = Decoder(target).generate(prompts, 40, sampling, Plan(0, verify="coupled"), ignore_eos=True)
-    for plan in (Plan(4), Plan(3, verify="coupled"), Plan(4, confidence=0.3)):
-        out = Decoder(target, fusion).generate(prompts, 40, sampling, plan, ignore_eos=True)
-        assert out.tokens == (plain if plan.verify == "auto" else coupled).tokens
-    assert out.rule == ("greedy" if sampling.greedy else "candidates")
-
-
 def test_the_target_as_its_own_model_is_always_right(target):
     """Where the statistical drafter finds nothing every draft is kept."""
     itself = DraftModel(copy.deepcopy(target.model))

@@ -16,7 +16,7 @@ from outrider.decode import Decoder, Plan, Tree
 from outrider.heads import DraftModel
 from outrider.heads.draft_model import DraftModelSession
 from outrider.targets import RowLengths, Target, fused_layers
-from outrider.targets.fused_layers import LlamaRunner, runs
+from outrider.targets.fused_layers import runs
 
 from ..closeness import assert_same, both_precisions
 from ..decode.conftest import COMMON, random_model
@@ -263,19 +263,6 @@ def test_copies_last_from_request_to_request_until_weights_change_or_texts_are_l
     assert drafter.open(target, 1, 41).fused is longer, "it is not copied"
     drafter.model.model.layers[0].mlp.gate_proj.weight.mul_(2)
     assert drafter.open(target, 1, 41).fused is not longer
-
-
-@pytest.mark.parametrize("name", ["llama, biases", "qwen2", "qwen3"])
-def test_memory_is_what_is_allocated_and_nothing_of_it_is_saved(target, models, name):
-    drafter = DraftModel(models[name]())
-    saved = list(drafter.state_dict())
-    told = drafter.state_bytes(target, 2, 30, 5)
-    state = drafter.open(target, 2, 30, 5)
-    assert isinstance(state.fused, LlamaRunner)
-    copies = state.fused.tensors()
-    assert told == state.cache.num_bytes() + sum(t.untyped_storage().nbytes() for t in copies)
-    assert drafter.state_bytes(target, 2, 30, 5) == state.cache.num_bytes()
-    assert list(drafter.state_dict()) == saved
 
 
 @pytest.mark.parametrize("static", [False, True])

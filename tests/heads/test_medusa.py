@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.common import BadInputError, IncompatibleError
-from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
+from outrider.common import IncompatibleError
+from outrider.decode import Control, Costs, Decoder, Plan, Tree
 from outrider.heads import HEADS, Medusa, MedusaConfig
 from outrider.heads.losses import divergence
 from outrider.targets import Target
@@ -188,33 +188,6 @@ def test_a_deeper_plan_is_cut_to_the_number_of_heads(target, kind, plan):
         assert out.rounds == cut.rounds
         assert DEEP[plan].up_to(3).depth == 3
         assert max(r.accepted for rounds in out.rounds for r in rounds) <= 3
-
-
-def test_more_tokens_than_heads_are_not_drafted(target):
-    drafter = build(target, "medusa", num_heads=2)
-    with pytest.raises(BadInputError, match="drafts 2 tokens at most; lower the depth"):
-        drafted_logits(drafter, target, PROMPTS[0], [1, 2])
-
-
-PLANS = {
-    "chain": Plan(3),
-    "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2))),
-    "dynamic tree": Plan(3, width=2, nodes=5),
-    "coupled": Plan(2, verify="coupled"),
-}
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_rounds_of_fixed_shapes_write_the_same_text_in_the_same_rounds(target, kind, plan):
-    """Ragged, with rows that finish at different times, request after request."""
-    target.model.generation_config.eos_token_id = list(range(0, VOCAB, 16))
-    drafter = build(target, kind, draft_vocab_size=40, share_lm_head=kind == "hydra")
-    usual, fixed = Decoder(target, drafter, static=False), Decoder(target, drafter, static=True)
-    for sampling in (Sampling(1.0, top_p=0.9, seed=3), *([] if plan == "coupled" else [Sampling()])):
-        a, b = (decoder.generate(PROMPTS, 24, sampling, PLANS[plan]) for decoder in (usual, fixed))
-        assert (b.tokens, b.rounds) == (a.tokens, a.rounds)
-        assert len(set(map(len, a.tokens))) > 1
 
 
 def test_heads_that_know_the_text_are_accepted_to_the_last(target):

@@ -15,17 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
-from outrider.decode import Decoder, Plan, Sampling
+from outrider.decode import Decoder, Plan
 from outrider.formats import export_drafter, import_drafter, recognised
 from outrider.formats.mtp_layout import main, save_native
 from outrider.heads import Mtp, MtpConfig, load_drafter
 from outrider.heads.divergences import DIVERGENCES
 from outrider.heads.mtp_checkpoint import plain_body
-from outrider.targets import PeakBytes, RowLengths, Target
+from outrider.targets import Target
 from outrider.train.drafter_init import make_drafter
 
 from ..closeness import assert_same, both_precisions
-from ..conftest import few
 from ..decode.conftest import COMMON
 from .conftest import (
     VOCAB,
@@ -154,14 +153,6 @@ def test_the_loss_is_a_weighted_mean_over_depths_of_sums_over_supervised_positio
     assert_same(result.total, total)
     assert result.count.item() == 5 + (5 if prompt else 4), "the token at place 1 has no pair (h, x) before it"
     check_metrics(result.metrics, alphas, steps)
-
-
-@pytest.mark.parametrize("variant", ["one module", "one per depth"])
-def test_gradients_reach_every_weight_and_not_the_target(target, variant):
-    drafter = made(target, **VARIANTS[variant]).requires_grad_(True)
-    drafter.loss(batch(target, drafter, sequences())).mean.backward()
-    assert [name for name, weight in drafter.named_parameters() if weight.grad is None or not weight.grad.any()] == []
-    assert all(weight.grad is None for weight in target.model.parameters())
 
 
 def test_mixed_precision_trains(target):
@@ -479,56 +470,6 @@ def test_one_module_per_depth_drafts_no_deeper(target):
     drafter = made(target, recursive=False, depth=2)
     assert drafter.max_depth == 2
     assert made(target).max_depth is None
-    tokens = sequences(1, 4)
-    with torch.inference_mode():
-        state = opened(drafter, target, tokens.tolist())
-        state.prefill(tokens[:, 0])
-        state.decode(tokens[:, :1])
-        with pytest.raises(BadInputError, match="2 modules, so it drafts no deeper"):
-            state.decode(tokens[:, :1])
-
-
-@pytest.mark.parametrize("plan", [Plan(4), Plan(4, width=3)], ids=["chain", "tree"])
-@pytest.mark.parametrize("variant", ["one module", "one per depth"])
-@pytest.mark.parametrize("static", [False, True])
-def test_text_is_the_targets_in_every_kind_of_round(target, variant, plan, static):
-    drafter = made(target, **VARIANTS[variant])
-    prompts = [row[:n].tolist() for row, n in zip(sequences(4), (1, 9, 4, 2), strict=True)]
-    for sampling in (Sampling(), few()):
-        expected = Decoder(target).generate(prompts, 24, sampling, ignore_eos=True).tokens
-        out = Decoder(target, drafter, static=static).generate(prompts, 24, sampling, plan, ignore_eos=True)
-        assert out.tokens == expected
-    assert out.stats.tau > 1.1
-
-
-@pytest.mark.parametrize("variant", ["one module", "one per depth"])
-def test_the_state_is_announced_to_the_byte(target, variant):
-    drafter = made(target, **VARIANTS[variant])
-    for rows, length in ((3, 40), (5, 30)):
-        announced = drafter.state_bytes(target, rows, length, 7)
-        with torch.inference_mode(), PeakBytes() as opened:
-            state = drafter.open(target, rows, length, 7)
-        assert opened.live - sum(cache.lengths.nbytes for cache in state.caches()) == announced > 0
-
-
-@pytest.mark.parametrize("variant", ["one module", "one per depth"])
-@pytest.mark.parametrize("in_tree", [False, True])
-def test_rounds_of_fixed_shapes_never_read_a_tensor_on_the_host(tiny_llama, variant, in_tree):
-    """On the meta device tensors have shapes and no values: whoever asks for one fails."""
-    with torch.device("meta"), torch.inference_mode():
-        target = Target(tiny_llama(layers=6).to("meta"))
-        drafter = made(target, **VARIANTS[variant]).to("meta")
-        state = drafter.open(target, 4, 300, 20)
-        for cache in state.caches():
-            cache.window = 256
-        for width in (9, 4, 4):
-            counts = RowLengths(torch.ones(4, dtype=torch.long))
-            state.update(torch.zeros(4, width, dtype=torch.long), torch.zeros(4, width, 1, 32), counts)
-            state.carry([torch.empty_like(t) for t in state.carried()])
-            state.prefill(torch.zeros(4, dtype=torch.long))
-            for level in range(3):
-                drafted = torch.zeros(4, 3 if in_tree else 1, dtype=torch.long)
-                state.decode(drafted, torch.full_like(drafted, 3 * level - 1) if in_tree else None)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next"], indirect=True)

@@ -15,9 +15,8 @@ from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions
-from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from ..decode.conftest import random_model
-from .conftest import VOCAB, batch, decoded_logits, entries_of, every, leaves_no_mask, rolled, told_from_text
+from .conftest import VOCAB, batch, decoded_logits, entries_of, every, rolled
 from .conftest import sequences as tokens_of
 
 LAYERS = 4  # of the target
@@ -90,21 +89,6 @@ def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
     assert_same(found.total, total)
 
 
-@pytest.mark.parametrize("written", [ALL_TOKENS, FEW_TOKENS], ids=["all tokens", "few tokens"])
-def test_rounds_at_temperature_0_can_be_told_from_the_text(target, drafter, written):
-    def predict(tokens: Tensor, place: int) -> Tensor:
-        return best_of_few(passes(drafter, tokens[0, : place + 1].tolist(), 5), tokens=written)
-
-    with torch.inference_mode():
-        out = told_from_text(drafter, target, written, 24, predict)
-    assert out.stats.tau > 1.1 or written == ALL_TOKENS
-
-
-@both_precisions
-def test_no_mask_stays_in_the_cache(target, drafter):
-    leaves_no_mask(drafter, target)
-
-
 def test_it_is_saved_as_a_plain_checkpoint_that_names_its_mask(target, drafter, tmp_path):
     drafter.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -114,12 +98,6 @@ def test_it_is_saved_as_a_plain_checkpoint_that_names_its_mask(target, drafter, 
     loaded = load_drafter(tmp_path, target)
     assert isinstance(loaded, Pard)
     assert (loaded.config.mask_token_id, loaded.config.steps) == (63, 5)
-
-
-def test_memory_is_what_was_announced(target, drafter):
-    told = drafter.state_bytes(target, 3, 50, 2)
-    session = drafter.open(target, 3, 50, 2)
-    assert told == session.cache.num_bytes() + sum(t.numel() * t.element_size() for t in session.layers.tensors())
 
 
 def test_a_model_that_attends_to_a_window_is_refused(target):

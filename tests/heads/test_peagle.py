@@ -13,18 +13,15 @@ from outrider.heads.parallel.parallel_drafts import Rollouts, kept_counts
 from outrider.targets import Target
 
 from ..closeness import assert_same, both_precisions
-from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from .conftest import (
     assert_rounds_have,
     assert_sum_of_rows,
     batch,
     entries_of,
     every,
-    leaves_no_mask,
     part_of,
     rolled,
     sequences,
-    told_from_text,
 )
 from .conftest import made as make
 
@@ -153,13 +150,6 @@ def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
     assert int(found.metrics["loss_d1"][1]) == int(supervised.sum())
 
 
-def test_gradients_reach_the_masks(target):
-    drafter = made(target).train().requires_grad_(True)
-    drafter.loss(batch(target, drafter, sequences(3, LENGTH))).mean.backward()
-    for name, p in drafter.named_parameters():
-        assert float(p.grad.abs().sum()) > 0, name
-
-
 def test_golden_counts():
     """(n − d)·max(r^d, r_min): 8, 4, 2, 1 of 8 at r = .7 and r_min = .2."""
     assert kept_counts(8, 4, 0.7, 0.2) == [8, 4, 2, 1]
@@ -195,22 +185,3 @@ def test_without_drops_everything_is_drawn():
 @both_precisions
 def test_a_batch_can_be_put_together_in_any_way(target):
     assert_sum_of_rows(made(target).train(), target)
-
-
-@pytest.mark.parametrize("written", [ALL_TOKENS, FEW_TOKENS], ids=["all tokens", "few tokens"])
-def test_rounds_at_temperature_0_can_be_told_from_the_text(target, written):
-    drafter = made(target)
-
-    def predict(tokens: Tensor, place: int) -> Tensor:
-        rollout = rolled([(place - 1, d) for d in range(1, 5)], 1)
-        output = drafter.roll(batch(target, drafter, tokens), rollout)
-        entries = [place - 1, *range(tokens.shape[1], tokens.shape[1] + 4)]
-        return best_of_few(drafter.logits(output, target)[0, entries], tokens=written)
-
-    out = told_from_text(drafter, target, written, 32, predict)
-    assert out.stats.tau > 1.1 or written == ALL_TOKENS
-
-
-@both_precisions
-def test_no_mask_stays_in_the_cache(target, drafter):
-    leaves_no_mask(drafter, target)

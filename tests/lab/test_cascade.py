@@ -29,7 +29,7 @@ from outrider.heads import (
 )
 from outrider.heads.draft_model import DraftModelSession
 from outrider.heads.session import TreeMask
-from outrider.lab.cascade import Cascade, CascadeConfig, ChainReader, GuessedSession, grow_chain, reads_chains
+from outrider.lab.cascade import Cascade, CascadeConfig, ChainReader, GuessedSession, grow_chain
 from outrider.targets import Nodes, RowLengths, Target
 
 from ..closeness import assert_same, both_precisions
@@ -242,29 +242,6 @@ def test_after_the_models_tokens_the_statistical_drafter_goes_on(target, model):
         proposal = chained(state, [1, 1], 5, scripted([2, 3]))
         assert proposal.tokens.tolist()[0] == [2, 3, 4, 1, 2]
         assert proposal.lengths.tolist() == [5, 2]
-
-
-MODELS: dict[str, Callable[[Target, DraftModel], Drafter]] = {
-    "draft_model": lambda target, model: model,
-    "eagle3": lambda target, model: Eagle3.build(Eagle3Config(), target),
-    "eagle3 pruned": lambda target, model: Eagle3.build(Eagle3Config(draft_vocab_size=20), target, torch.arange(64)),
-    "medusa": lambda target, model: Medusa.build(MedusaConfig(num_heads=2), target),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(1.0), Sampling(0.7, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"]
-)
-def test_the_text_is_the_plain_samplers_where_rules_match_tokens(target, model, name, sampling):
-    """Greedy, candidates and coupled: the same text as without drafts, in a ragged batch."""
-    drafter = MODELS[name](target, model)
-    cascade = Cascade(Ngram(), drafter, CascadeConfig(vertical=reads_chains(drafter), model_depth=2))
-    for rule in ("candidates", "coupled"):
-        expected = Decoder(target).generate(PROMPTS, 30, sampling, Plan(0, verify=rule), ignore_eos=True).tokens
-        out = Decoder(target, cascade).generate(PROMPTS, 30, sampling, Plan(5, verify=rule), ignore_eos=True)
-        assert out.tokens == expected
-        assert {r.drafted for rounds in out.rounds for r in rounds} >= {2, 5}, "the model alone, and mixed chains"
 
 
 def test_mixed_chains_are_lossless():

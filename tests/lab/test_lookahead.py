@@ -198,29 +198,6 @@ def test_requests_share_what_they_remember_only_if_asked_to(target):
     assert rounds[False][0] == rounds[False][1] == rounds[True][0] > rounds[True][1]
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [Sampling(), Sampling(1.0), Sampling(0.7, top_p=0.9, repetition_penalty=1.3)],
-    ids=["greedy", "sampled", "penalty"],
-)
-@pytest.mark.parametrize(
-    "config", [LookaheadConfig(1, 3, 1), LookaheadConfig(5, 4, 3), LookaheadConfig(3, 5, 8, from_text=False)], ids=str
-)
-def test_the_text_is_the_plain_samplers(target, config, sampling):
-    """Alone and in a ragged batch; rows that want no drafts among the others."""
-    prompts = [PROMPT, [8], [1, 2, 3] * 5]
-    for verify in ("auto", "coupled"):
-        expected = plain(target, prompts, 30, sampling, Plan(0, verify=verify)).tokens
-        decoder, plan = Decoder(target, Lookahead(config)), Plan(4, verify=verify)
-        assert decoder.generate(prompts[:1], 30, sampling, plan, ignore_eos=True).tokens == expected[:1]
-        wanted = [True, False, True]
-        out = decoder.generate(prompts, 30, sampling, plan, ignore_eos=True, speculate=wanted)
-        assert out.tokens == expected
-        assert out.rule == ("greedy" if sampling.greedy else "candidates" if verify == "auto" else verify)
-        assert {r.drafted for r in out.rounds[1]} == {0}
-        assert all(r.drafted for r in out.rounds[0])
-
-
 @torch.no_grad()
 def counting(llama, period: int) -> Target:
     """A target that says t + 1 after t, modulo `period`."""

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.decode import Decoder, Plan, Sampling, Tree, static_batch
 from outrider.decode import round as stage
 from outrider.decode.engine import Run
 from outrider.decode.rule_table import RULES as RULE_TABLE
@@ -95,12 +96,12 @@ def maker(target: Target, llama: Callable[..., LlamaForCausalLM]) -> Callable[[s
 
 @pytest.mark.parametrize(("name", "shape"), [(name, shape) for shape in SHAPES for name in fitting(shape)])
 def test_text_is_the_targets_alone_and_in_ragged_batches(name, shape, make, target):
-    """Token for token: greedily, and above temperature 0 under the coupled rule."""
+    """Token for token: greedily, and above temperature 0 under the rules that match tokens."""
     drafter, plan = make(name), SHAPES[shape]
     decoder = Decoder(target, drafter)
     drawn = {"temperature": 1.0, "top_p": 0.9, "seed": 3}
-    for sampling in (Sampling(), few(), Sampling(**drawn), few(**drawn)):
-        verify = "auto" if sampling.greedy else "coupled"
+    cases = [(Sampling(), "auto"), (few(), "auto"), (Sampling(**drawn), "coupled"), (few(**drawn), "coupled")]
+    for sampling, verify in (*cases, (few(**drawn, repetition_penalty=1.3), "candidates")):
         plan = replace(plan, verify=verify)
         expected = alone(target, sampling, Plan(0, verify=verify))
         together = decoder.generate(PROMPTS, NEW, sampling, plan)
@@ -111,6 +112,30 @@ def test_text_is_the_targets_alone_and_in_ragged_batches(name, shape, make, targ
             assert single.tokens == [expected[row]]
         if sampling.suppress:
             assert together.stats.tau > 1.05, "or nothing would be seen of what follows an accepted draft"
+
+
+@pytest.mark.parametrize("sampling", [few(min_new_tokens=3), few(min_new_tokens=3, temperature=0.9, seed=3)], ids=str)
+@pytest.mark.parametrize(("name", "shape"), [(name, shape) for shape in SHAPES for name in fitting(shape)])
+def test_rounds_of_fixed_shapes_are_the_usual_ones(name, shape, sampling, make, target, monkeypatch):
+    """Also ahead of what the last one said, and its state moved in memory, as on a GPU; rows finish unevenly."""
+
+    def moved(setup: stage.RoundSetup, state: stage.RoundState, **how: Any) -> Any:
+        return stage.step(setup, state.rebound([tensor.clone() for tensor in state.tensors()]), **how)
+
+    monkeypatch.setattr(static_batch, "step", moved)
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", FEW_TOKENS[0])
+    usual, fixed, ahead = (Decoder(target, make(name), static=static) for static in (False, True, True))
+    ahead.static_batches.ahead = True
+    asked = (PROMPTS[:4], 24, sampling, SHAPES[shape])
+    expected = usual.generate(*asked)
+    assert len(set(map(len, expected.tokens))) > 1
+    assert expected.stats.tau > 1.05
+    if sampling.greedy:
+        assert expected.tokens == Decoder(target).generate(*asked[:3], Plan(0)).tokens
+    for decoder in (fixed, ahead):
+        found = decoder.generate(*asked)
+        assert found.tokens == expected.tokens
+        assert found.rounds == expected.rounds
 
 
 @pytest.mark.parametrize(("name", "shape", "rule"), [(name, *how) for how in RULES for name in fitting(how[0])])

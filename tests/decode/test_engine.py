@@ -62,15 +62,6 @@ def drafters(target: Target) -> dict[str, Drafter | None]:
     }
 
 
-def test_candidates_give_the_plain_samplers_text(target):
-    """Their draws are keyed by position too: what the n-gram drafter proposes only changes the speed."""
-    plain = Decoder(target).generate(PROMPTS, 20, Sampling(1.0), ignore_eos=True)
-    plan = Plan(3, verify="candidates")
-    for name, drafter in drafters(target).items():
-        out = Decoder(target, drafter).generate(PROMPTS, 20, Sampling(1.0), plan, ignore_eos=True)
-        assert out.tokens == plain.tokens, name
-
-
 def test_rejection_gives_a_prompt_the_same_text_in_any_batch(target):
     decoder = Decoder(target, drafters(target)["draft_model"])
     together = decoder.generate(PROMPTS, 20, Sampling(1.0), Plan(3), ignore_eos=True).tokens

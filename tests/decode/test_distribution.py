@@ -24,6 +24,7 @@ from torch import Tensor
 from outrider.decode import Decoder, Output, Plan, Sampling, Tree, rules
 from outrider.decode import round as stage
 from outrider.decode import sampling as drawing
+from outrider.decode.rules import rejection
 from outrider.decode.sampling import (
     ACCEPT,
     Context,
@@ -31,6 +32,7 @@ from outrider.decode.sampling import (
     DraftSampler,
     NextToken,
     Processors,
+    draw,
     probabilities,
     uniforms,
 )
@@ -39,7 +41,7 @@ from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
 
 from .conftest import library_steps
-from .test_rules import ChainRule, broken_rejection
+from .test_rules import ChainRule
 
 VOCAB, LENGTH = 6, 4
 PROMPT = [1, 4, 2, 1, 4]
@@ -292,6 +294,29 @@ def test_some_drafts_are_kept_and_some_refused(target, drafters):
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", drop_below: float = 0.0) -> ChainRule:
+    """The rejection rule with one thing wrong: what follows a refusal or all drafts is drawn here once more."""
+
+    def rule(drafts, lengths, p, q, accept, correct):
+        score = q.gather(2, drafts[:, :, None])[:, :, 0]
+        lengths = (score >= drop_below).long().cumprod(1).sum(1).minimum(lengths)
+        accepted, following = rejection(drafts, lengths, p, q, accept, correct)
+        rows, last = torch.arange(len(drafts)), q.shape[1] - 1
+        refused = accepted < lengths
+        near = (accepted + shift).clamp(0, last)
+        wrong = {
+            "right": (p[rows, near] - q[rows, near]).clamp(min=0),
+            "abs": (p[rows, near] - q[rows, near]).abs(),
+            "p": p[rows, accepted],
+        }[residual]
+        if bonus == "q":
+            wrong, refused = q[rows, last], accepted > last
+        wrong = torch.where(wrong.sum(-1, keepdim=True) > 0, wrong, p[rows, accepted])
+        return accepted, torch.where(refused, draw(wrong, correct), following)
+
+    return rule
 
 
 def picks_the_most_probable(sampler: DraftSampler, logits: Tensor, depth: int) -> NextToken:

@@ -34,7 +34,7 @@ ROOMS = {
     "scripts": 4260,
     LAB: 10_430,
 }
-OTHERS = {"tests": 56_530, "benchmarks": 3925}
+OTHERS = {"tests": 55_840, "benchmarks": 3925}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -62,13 +64,26 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         BadInputError: it cannot be loaded, holds only a pickle, or asks for more than merging weights.
         IncompatibleError: it does not fit, or merged it makes other logits than peft's unmerged layers.
     """
-    try:
+    folder, config = fitting_adapter(model, adapter)
+    with _explained(adapter), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, of tied embeddings, which are untied here
+        return _merged(model, config, folder)
+
+
+def fitting_adapter(model: PreTrainedModel, adapter: str) -> tuple[Path, PeftConfig]:
+    """Return folder and config of an adapter that fits the model; raises as `merge_adapter` does."""
+    with _explained(adapter):
         folder = _adapter_folder(adapter)
         config = checked_config(folder)
         _require_fit(model, config, folder)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft's, of tied embeddings, which are untied here
-            return _merged(model, config, folder)
+        return folder, config
+
+
+@contextmanager
+def _explained(adapter: str) -> Iterator[None]:
+    """Name the adapter in the error of a library that cannot load it."""
+    try:
+        yield
     except OutriderError:
         raise
     except Exception as error:

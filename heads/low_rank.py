@@ -82,8 +82,9 @@ class LowRank(Drafter[LowRankConfig]):
         base.requires_grad_(False)
         self.names = list(matrices)
         self.down = nn.ParameterList(torch.empty(config.rank, m.shape[1]) for m in matrices.values())  # [r, in]
+        generator = torch.Generator().manual_seed(0)  # so that a training which is begun again is the same one
         for down in self.down:
-            nn.init.kaiming_uniform_(down, a=math.sqrt(5))  # as peft does
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)  # as peft does
         self.up = nn.ParameterList([nn.Parameter(torch.zeros(m.shape[0], config.rank)) for m in matrices.values()])
 
     @classmethod

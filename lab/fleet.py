@@ -5,6 +5,8 @@ lose τ the one that loses most leads a group: a low-rank change of the drafter 
 try this drafter, and the one that still loses most leads the next group. In the end each adapter is routed to the
 drafter with which it has the largest τ; to another than the pair's own only where that is certain.
 
+What cannot end well is refused before the first probe. Killed at any moment, the same call goes on from what is there.
+
 folder/asked.json               the settings
 folder/tried/ADAPTER/LEADER.json    what was counted on an adapter's target with a drafter; `_own.json` with the pair's
 folder/groups/LEADER/drafter/   learnt for a leader, as a refresh learns (`pair.refresh`)
@@ -14,29 +16,32 @@ folder/routes.json              the result, written last
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
+from ..common.errors import reason
 from ..common.locks import locked
-from ..common.places import require_outside
+from ..common.places import require_new, require_outside
 from ..common.untrusted_files import read_json, read_text
 from ..common.values import ForeignModel
 from ..eval.reports.figures import Interval
-from ..heads import load_drafter
+from ..heads import LowRank, load_drafter
 from ..pair import Pair
 from ..pair.calibration import calibrate
 from ..pair.manifest import Figure, ProbeBaseline, PromptMeasure
 from ..pair.probing import TOLERANCE, tau_change, tau_of
 from ..pair.refresh import RefreshOptions, refresh_recipe, refreshed_drafter
 from ..targets import Target
-from ..targets.fingerprint import digest_files, digest_json
-from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..targets.fingerprint import digest_file, digest_files, digest_json
+from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, fitting_adapter
+from ..train.check import check, check_with_target
 
 OWN = "_own"  # the pair's own drafter
 ASKED, ROUTES = "asked.json", "routes.json"
@@ -58,6 +63,10 @@ class FleetOptions:
     tolerance: float = TOLERANCE
     overrides: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise BadInputError(f"the seconds of a group's training are {self.seconds}; expected some.")
+
 
 @dataclass(frozen=True)
 class Route:
@@ -77,11 +86,17 @@ class Route:
 
 @dataclass(frozen=True)
 class GroupDrafter:
-    """A drafter of the fleet: where it is, and the bytes of its change."""
+    """A drafter of the fleet.
+
+    Attributes:
+        drafter: where it is in the fleet's folder. bytes: of its change.
+        gained: τ that it gives to the adapters which are routed to it, in all.
+    """
 
     leader: str
     drafter: str
     bytes: int
+    gained: float
 
 
 @dataclass(frozen=True)
@@ -98,9 +113,9 @@ class FleetRoutes:
 
 
 class _Tried(ForeignModel, extra="forbid"):
-    """The figures of a target with a drafter, each by its digest."""
+    """The figures of an adapter's target with a drafter, both by their digests."""
 
-    target: str
+    adapter: str
     drafter: str
     prompts: list[PromptMeasure]
 
@@ -114,6 +129,16 @@ def adapters_in(folder: Path) -> dict[str, Path]:
     return found
 
 
+def read_routes(folder: Path) -> FleetRoutes:
+    """Return the routes of the fleet in a folder. BadInputError: there are none, or they cannot be read."""
+    file = folder / ROUTES
+    try:
+        return TypeAdapter(FleetRoutes).validate_python(read_json(file))
+    except (OSError, ValidationError) as error:
+        said = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else reason(error)
+        raise BadInputError(f"{file}: no routes of a fleet ({said}). Run `outrider lab fleet` to its end.") from error
+
+
 @dataclass
 class Fleet:
     """The adapters of a pair's target, and what was tried on each of them."""
@@ -125,6 +150,7 @@ class Fleet:
     console: Console | None = None
     tried: dict[tuple[str, str], list[PromptMeasure]] = field(default_factory=dict)  # by adapter and leader
     leaders: dict[str, Path] = field(default_factory=dict)  # the drafters of groups
+    loaded: dict[str, Target] = field(default_factory=dict)  # the last adapter's target
 
     def __post_init__(self) -> None:
         source, baseline = self.pair.manifest.target.source.path, self.pair.manifest.measurements.baseline
@@ -145,12 +171,25 @@ class Fleet:
                 self._try(name, OWN)
             while (leader := self._next_leader()) is not None:
                 self._lead(leader)
-                for name in self.hurt():
+                for name in sorted(self.hurt(), key=lambda name: name != leader):  # whose target is loaded comes first
                     self._try(name, leader)
             routes = self.routes()
             text = TypeAdapter(FleetRoutes).dump_json(routes, indent=1).decode()
             write_atomically(self.folder / ROUTES, text + "\n")
             return routes
+
+    def check(self) -> None:
+        """Refuse what cannot end well, before the first probe; no adapter's target is made for that.
+
+        Raises as opening the pair, loading its adapters and refreshing it do.
+        """
+        target, _, _ = self.pair.open()
+        for place in self.adapters.values():
+            fitting_adapter(target.model, str(place))
+        options = self.options
+        recipe = refresh_recipe(self.pair, target, self.folder / "groups" / OWN, options.overrides)
+        change = LowRank.over(self.pair.drafter_folder, target, options.rank)
+        check_with_target(recipe, check(recipe, change, options.seconds), target, change)
 
     def kept(self, adapter: str, drafter: str) -> Interval:
         """Return τ of an adapter's target with a drafter ÷ τ of the pair on its own target."""
@@ -172,21 +211,25 @@ class Fleet:
 
     def routes(self) -> FleetRoutes:
         """Return every adapter's route by what has been tried."""
-        routes, hurt = list[Route](), self.hurt()
+        routes = list[Route]()
         whole = tau_of(self.baseline.prompts, self.baseline).value
+        hurt = self.hurt()
         lost = regained = 0.0
+        gained = dict.fromkeys([OWN, *self.leaders], 0.0)
         for name in self.adapters:
             drafter = self.best(name)
             before, now = (tau_of(self.tried[name, d], self.baseline) for d in (OWN, drafter))
             kept = self.kept(name, drafter)
             routes.append(Route(name, drafter, Figure.of(before), Figure.of(now), Figure.of(kept)))
+            gained[drafter] += now.value - before.value
             if name in hurt:
                 lost += whole - before.value
                 regained += min(now.value, whole) - before.value
-        groups = [
-            GroupDrafter(leader, str(drafter), (drafter / ADAPTER_WEIGHTS).stat().st_size)
-            for leader, drafter in self.leaders.items()
-        ]
+        groups = list[GroupDrafter]()
+        for leader, drafter_folder in self.leaders.items():
+            size = (drafter_folder / ADAPTER_WEIGHTS).stat().st_size
+            place = drafter_folder.relative_to(self.folder).as_posix()
+            groups.append(GroupDrafter(leader, place, size, gained[leader]))
         return FleetRoutes(routes, groups, regained / lost if lost else None)
 
     def _next_leader(self) -> str | None:
@@ -205,28 +248,40 @@ class Fleet:
         self.leaders[leader] = refreshed_drafter(self.pair, recipe, target, training, self.console)
 
     def _target(self, adapter: str) -> Target:
-        revision = self.pair.manifest.target.source.revision
-        return self.pair.load_target(self.source, revision=revision, adapter=str(self.adapters[adapter]))
+        if adapter not in self.loaded:
+            self.loaded.clear()  # before the next one takes memory
+            revision = self.pair.manifest.target.source.revision
+            place = str(self.adapters[adapter])
+            self.loaded[adapter] = self.pair.load_target(self.source, revision=revision, adapter=place)
+        return self.loaded[adapter]
 
     def _try(self, adapter: str, leader: str) -> None:
         """Count the rounds of an adapter's target with a drafter on the calibration prompts, unless that was done."""
         folder = self.pair.drafter_folder if leader == OWN else self.leaders[leader]
-        target, file = self._target(adapter), self.folder / "tried" / adapter / f"{leader}.json"
-        now = (target.fingerprint().digest, digest_json(digest_files(folder)))
+        file = self.folder / "tried" / adapter / f"{leader}.json"
+        parts = [digest_file(self.adapters[adapter] / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+        now = (digest_json(parts), digest_json(digest_files(folder)))
         found = _Tried.model_validate(read_json(file)) if file.is_file() else None
-        if found is None or (found.target, found.drafter) != now:
+        if found is None or (found.adapter, found.drafter) != now:
+            target = self._target(adapter)
             drafter, prompts = load_drafter(folder, target), self.pair.calibration()
             counted = calibrate(target, drafter, prompts, self.baseline, self.pair.plan, self.console)
-            found = _Tried(target=now[0], drafter=now[1], prompts=counted)
+            found = _Tried(adapter=now[0], drafter=now[1], prompts=counted)
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, found.model_dump_json(indent=1) + "\n")
         self.tried[adapter, leader] = found.prompts
 
     def _begin(self) -> None:
-        """Write down what is asked for. BadInputError: another fleet was asked for in this folder."""
+        """Check what is asked for, and write it down.
+
+        Raises BadInputError if the folder holds something else, or a fleet that was asked for in another way.
+        """
         file = self.folder / ASKED
-        asked = json.dumps({"pair": self.pair.digest} | asdict(self.options), indent=1) + "\n"
-        if file.is_file() and read_text(file) != asked:
+        asked = json.dumps({"version": 2, "pair": self.pair.digest} | asdict(self.options), indent=1) + "\n"
+        if not file.is_file():
+            require_new(self.folder, "the fleet")
+        elif read_text(file) != asked:
             raise BadInputError(f"{self.folder} holds a fleet that was asked for in another way; choose another --out.")
+        self.check()
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, asked)

@@ -39,6 +39,10 @@ def fleet(
         f"{escape(names[route.drafter])}, {route.kept.text('–')} of the pair's"
         for route in routed.routes
     ]
+    lines += [
+        f"that of {escape(group.leader)}: {group.bytes / 1e6:.2f} MB, which gives adapters {group.gained:.2f} τ in all"
+        for group in routed.groups
+    ]
     size = sum(group.bytes for group in routed.groups) / 1e6
     back = "no adapter lost more than that"
     if routed.regained is not None:

@@ -3,47 +3,57 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from outrider.decode import Decoder, Sampling
-from outrider.heads import Drafter, DraftModel, load_drafter
+from outrider.heads import Drafter, DraftModel, Ngram, NgramConfig, load_drafter
 from outrider.lab.fleet import OWN, Fleet, FleetOptions
 from outrider.pair import Pair, new_pair
 from outrider.pair.calibration import choose_prompts
 from outrider.pair.manifest import PromptMeasure
 from outrider.pair.probing import tau_change
 from outrider.recipes import load_recipe
+from outrider.scripts.cli import app
 from outrider.targets import Target
 from outrider.targets.fingerprint import digest_files
 
+from ..forked import Forked
 from ..scripts.conftest import Command, answer, failed
+from .conftest import save_lora
 
 
 @pytest.fixture
-def pair(recipe_file: Path, tmp_path: Path, target_folder: Path) -> Pair:
+def own_target(tmp_path: Path, target_folder: Path) -> Path:
+    """The target in a place where it may be altered."""
+    return Path(shutil.copytree(target_folder, tmp_path / "target"))
+
+
+@pytest.fixture
+def pair(recipe_file: Path, tmp_path: Path, own_target: Path) -> Pair:
     """A pair whose drafter is its target, so that every draft is accepted there."""
-    target = Target.load(target_folder)
+    return pair_of(recipe_file, tmp_path / "pair", Target.load(own_target))
+
+
+def pair_of(recipe_file: Path, folder: Path, target: Target, prompts: int = 32) -> Pair:
     changes = ["drafter={type: draft_model}", "eval.baselines=[]", "eval.depth=3", "eval.temperatures=[0]"]
     recipe = load_recipe(str(recipe_file), [*changes, "data.holdout=0.4", "training.learning_rate=0.01"])
-    drafter = DraftModel(Target.load(target_folder).model)
-    return new_pair(tmp_path / "pair", target, drafter, recipe, calibration=choose_prompts(recipe, target))
+    drafter = DraftModel(Target.load(str(target.source["path"])).model)
+    return new_pair(folder, target, drafter, recipe, calibration=choose_prompts(recipe, target)[:prompts])
 
 
 @pytest.fixture
 def adapters(tmp_path: Path, target_folder: Path) -> Path:
     """Three adapters of the target: one that changes nothing, and two that change much."""
     for seed, (name, size) in enumerate({"idle": 0.0, "near": 0.3, "wild": 0.6}.items()):
-        torch.manual_seed(seed)
-        model = get_peft_model(Target.load(target_folder).model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
-        for key, weight in model.named_parameters():
-            if "lora_B" in key:
-                torch.nn.init.normal_(weight, std=size) if size else None
-        model.save_pretrained(tmp_path / "adapters" / name)
+        save_lora(tmp_path / "adapters" / name, target_folder, seed, size)
     return tmp_path / "adapters"
 
 
@@ -60,15 +70,52 @@ def test_a_fleet_from_probes_to_routes(outrider: Command, pair: Pair, adapters: 
 
     # what a route says is what the probe of its adapter counts, with the drafter that it names
     for name, route in by_name.items():
-        folder = pair.drafter_folder if route["drafter"] == OWN else Path(group["drafter"])
+        folder = pair.drafter_folder if route["drafter"] == OWN else tmp_path / "fleet" / group["drafter"]
         target = Target.load(pair.manifest.target.source.path, adapter=str(adapters / name))
         assert route["now"]["value"] == pytest.approx(counted_tau(load_drafter(folder, target), pair, target))
 
-    before = digest_files(Path(group["drafter"]))
+    gained = {name: route["now"]["value"] - route["before"]["value"] for name, route in by_name.items()}
+    assert group["gained"] == pytest.approx(sum(g for n, g in gained.items() if by_name[n]["drafter"] != OWN))
+
+    before = digest_files(tmp_path / "fleet" / group["drafter"])
     (tmp_path / "fleet" / "routes.json").unlink()
-    assert answer("fleet", outrider(*words)) == first
-    assert before == digest_files(Path(group["drafter"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outrider.lab.fleet.calibrate", None)  # nothing is counted again
+        assert answer("fleet", outrider(*words)) == first
+    assert before == digest_files(tmp_path / "fleet" / group["drafter"])
     failed(outrider(*words[:-3], "--most", 2), "asked for in another way")
+
+
+@pytest.mark.parametrize("most", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_fleet_that_is_killed_goes_on(pair: Pair, adapters: Path, tmp_path: Path, most: int) -> None:
+    """Kills at random moments: routes and drafters are those of an undisturbed run, and no probe is made twice."""
+    chance = random.Random(1)
+    settings = ["training.max_steps=6", "training.save_steps=2"]
+    words = ["lab", "fleet", str(pair.folder), "--adapters", str(adapters), "--rank", "2", *settings, "--out"]
+    began = time.monotonic()
+    calm = Forked(partial(app, [*words, str(tmp_path / "calm")]), tmp_path)
+    calm.communicate()
+    seconds = time.monotonic() - began
+    assert calm.returncode == 0
+    kills = 0
+    number = 0
+    while kills < most:
+        folder = tmp_path / f"killed-{number}"
+        number += 1
+        forked = None
+        known: dict[Path, int] = {}
+        while forked is None or forked.poll() != 0:
+            forked = Forked(partial(app, [*words, str(folder)]), tmp_path)
+            forked.process.join(chance.uniform(0.02, 0.9) * seconds if kills < most else 600)
+            kills += forked.poll() is None
+            forked.send_signal(9)
+            forked.process.join()
+            assert forked.returncode in (-9, 0), forked.said.read_text()
+            assert all(file.stat().st_mtime_ns == when for file, when in known.items())
+            known = {file: file.stat().st_mtime_ns for file in folder.glob("tried/*/[!.]*.json")}
+        assert (folder / "routes.json").read_bytes() == (tmp_path / "calm" / "routes.json").read_bytes()
+        for file in (tmp_path / "calm").glob("groups/*/drafter/*.safetensors"):
+            assert (folder / file.relative_to(tmp_path / "calm")).read_bytes() == file.read_bytes()
 
 
 def counted_tau(drafter: Drafter, pair: Pair, target: Target) -> float:
@@ -124,16 +171,90 @@ def test_who_loses_most_leads_the_next_group_until_there_are_enough(pair: Pair) 
     assert fleet._next_leader() is None
 
 
-def test_what_no_fleet_can_be_of_is_refused(outrider: Command, pair: Pair, adapters: Path, tmp_path: Path) -> None:
-    def refused(said: str, place: Path, out: Path = tmp_path / "out") -> None:
-        failed(outrider("lab", "fleet", pair.folder, "--adapters", place, "--out", out), said)
+def altered(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
-    refused("found none", tmp_path / "nowhere")
-    refused("lies inside the pair", adapters, pair.folder / "fleet")
-    shutil.copytree(adapters / "idle", adapters / OWN)
-    refused(f"one called {OWN}", adapters)
-    shutil.rmtree(adapters / OWN)
-    config = json.loads((adapters / "near" / "adapter_config.json").read_text())
-    (adapters / "near" / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["elsewhere"]}))
-    refused("near", adapters)
-    assert not (tmp_path / "out" / "groups").exists()
+
+def of_wider_target(adapters: Path) -> None:
+    weights = load_file(adapters / "near" / "adapter_model.safetensors")
+    save_file({name: w.repeat(1, 2) for name, w in weights.items()}, adapters / "near" / "adapter_model.safetensors")
+
+
+def cut_short(adapters: Path) -> None:
+    file = adapters / "near" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+# What is wrong: with the words, or with the adapters.
+WRONG_WORDS = {
+    "a setting that is none": (["training.learning_rat=1"], "learning_rat"),
+    "a setting of another kind": (["training.max_steps=many"], "many"),
+    "another target": (["target.path=elsewhere"], "--target and --adapter say that"),
+    "a rank above all": (["--rank", 4096], "larger than rank 4096; lower it"),
+    "endless seconds": (["--seconds", "inf"], "the seconds of a group's training are inf"),
+    "a schedule that no clock drives": (["--seconds", 9, "training.lr_scheduler_type=inverse_sqrt"], "cannot follow a"),
+}
+WRONG_ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "none": (lambda place: shutil.rmtree(place), "found none"),
+    "one with the pair's name": (lambda place: (place / "near").rename(place / OWN), f"one called {OWN}"),
+    "of another target": (of_wider_target, "does not fit this target"),
+    "cut short": (cut_short, "adapter_model.safetensors"),
+    "a pickle": (
+        lambda place: (place / "near" / "adapter_model.safetensors").rename(place / "near" / "adapter_model.bin"),
+        "safetensors only",
+    ),
+    "of layers that are not there": (
+        lambda place: altered(place / "near" / "adapter_config.json", target_modules=["elsewhere"]),
+        "near",
+    ),
+    "that repeats layers": (
+        lambda place: altered(place / "near" / "adapter_config.json", layer_replication=[[0, 1], [0, 1]]),
+        "layer_replication",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG_WORDS.values(), ids=WRONG_WORDS)
+def test_words_that_no_fleet_can_follow_are_refused_before_a_probe(
+    outrider: Command, pair: Pair, adapters: Path, tmp_path: Path, words: list[object], said: str
+) -> None:
+    out = tmp_path / "out"
+    failed(outrider("lab", "fleet", pair.folder, "--adapters", adapters, "--out", out, *words), said)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("spoil", "said"), WRONG_ADAPTERS.values(), ids=WRONG_ADAPTERS)
+def test_adapters_that_no_fleet_can_have_are_refused_before_a_probe(
+    outrider: Command, pair: Pair, adapters: Path, tmp_path: Path, spoil: Callable[[Path], object], said: str
+) -> None:
+    spoil(adapters)
+    result = outrider("lab", "fleet", pair.folder, "--adapters", adapters, "--out", tmp_path / "out")
+    assert result.exit_code == (3 if "fit" in said else 2)
+    assert said in " ".join(result.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_pairs_and_places_that_no_fleet_can_have_are_refused_before_a_probe(
+    outrider: Command, pair: Pair, adapters: Path, recipe_file: Path, own_target: Path, tmp_path: Path
+) -> None:
+    def refused(said: str, folder: Path = pair.folder, out: Path = tmp_path / "out", code: int = 2) -> None:
+        before = sorted(out.rglob("*"))
+        result = outrider("lab", "fleet", folder, "--adapters", adapters, "--out", out)
+        assert result.exit_code == code
+        assert said in " ".join(result.stderr.split())
+        assert sorted(out.rglob("*")) == before
+
+    refused("lies inside the pair", out=pair.folder / "fleet")
+    refused("exists and is not empty", out=pair.folder)
+    refused("exists and is not empty", out=adapters)
+    own = Target.load(own_target)
+    refused("no calibration prompts", pair_of(recipe_file, tmp_path / "uncalibrated", own, prompts=0).folder)
+    adapted = Target.load(own_target, adapter=str(adapters / "near"))
+    refused("is itself an adapter's", pair_of(recipe_file, tmp_path / "adapted", adapted).folder)
+    plain = load_recipe(str(recipe_file), ["eval.temperatures=[0]"])
+    refused("has no weights", new_pair(tmp_path / "ngram", own, Ngram(NgramConfig()), plain).folder)
+    own.model.model.layers[0].mlp.down_proj.weight.data *= 1.5
+    own.model.save_pretrained(own_target)
+    refused("this target is not the one", code=1)
+    own_target.rename(tmp_path / "moved")
+    refused("cannot be loaded; name one that can")

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Sampling
 from outrider.heads import Drafter, DraftModel, Ngram, NgramConfig, load_drafter
-from outrider.lab.fleet import OWN, Fleet, FleetOptions
+from outrider.lab.adapter_batch import AdapterDecoder
+from outrider.lab.fleet import OWN, Fleet, FleetOptions, adapters_in
 from outrider.pair import Pair, new_pair
 from outrider.pair.calibration import choose_prompts
 from outrider.pair.manifest import PromptMeasure
@@ -84,6 +86,18 @@ def test_a_fleet_from_probes_to_routes(outrider: Command, pair: Pair, adapters: 
         assert answer("fleet", outrider(*words)) == first
     assert before == digest_files(tmp_path / "fleet" / group["drafter"])
     failed(outrider(*words[:-3], "--most", 2), "asked for in another way")
+
+    # one batch of all of them, as they are routed
+    decoder = AdapterDecoder.of_fleet(pair, tmp_path / "fleet", adapters_in(adapters))
+    assert decoder.drafters.keys() == {name for name, route in by_name.items() if route["drafter"] != OWN}
+    prompts = [prompt.tokens for prompt in pair.calibration()[:3]]
+    together = decoder.generate(prompts, list(by_name), 8, plan=pair.plan)
+    for name, prompt, text in zip(by_name, prompts, together.tokens, strict=True):
+        alone = Target.load(pair.manifest.target.source.path, adapter=str(adapters / name))
+        assert Decoder(alone).generate([prompt], 8).tokens[0] == text
+    (tmp_path / "fleet" / "routes.json").write_text('{"routes": [], "groups": 3}')
+    with pytest.raises(BadInputError, match=r"routes\.json: no routes of a fleet \(.*\)"):
+        AdapterDecoder.of_fleet(pair, tmp_path / "fleet", adapters_in(adapters))
 
 
 @pytest.mark.parametrize("most", [4, pytest.param(20, marks=pytest.mark.slow)])

@@ -178,7 +178,7 @@ class Fleet:
             write_atomically(self.folder / ROUTES, text + "\n")
             return routes
 
-    def check(self) -> None:
+    def check_all(self) -> None:
         """Refuse what cannot end well, before the first probe; no adapter's target is made for that.
 
         Raises as opening the pair, loading its adapters and refreshing it do.
@@ -282,6 +282,6 @@ class Fleet:
             require_new(self.folder, "the fleet")
         elif read_text(file) != asked:
             raise BadInputError(f"{self.folder} holds a fleet that was asked for in another way; choose another --out.")
-        self.check()
+        self.check_all()
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, asked)

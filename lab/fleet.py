@@ -132,11 +132,16 @@ def adapters_in(folder: Path) -> dict[str, Path]:
 def read_routes(folder: Path) -> FleetRoutes:
     """Return the routes of the fleet in a folder. BadInputError: there are none, or they cannot be read."""
     file = folder / ROUTES
+    advice = "Run `outrider lab fleet` to its end."
     try:
-        return TypeAdapter(FleetRoutes).validate_python(read_json(file))
+        found = TypeAdapter(FleetRoutes).validate_python(read_json(file))
     except (OSError, ValidationError) as error:
         said = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else reason(error)
-        raise BadInputError(f"{file}: no routes of a fleet ({said}). Run `outrider lab fleet` to its end.") from error
+        raise BadInputError(f"{file}: no routes of a fleet ({said}). {advice}") from error
+    known = {OWN} | {group.leader for group in found.groups}
+    if lost := {route.drafter for route in found.routes} - known:
+        raise BadInputError(f"{file}: no routes of a fleet (there is no group of {min(lost)}). {advice}")
+    return found
 
 
 @dataclass

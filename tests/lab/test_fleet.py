@@ -60,8 +60,8 @@ def adapters(tmp_path: Path, target_folder: Path) -> Path:
 
 
 def test_a_fleet_from_probes_to_routes(outrider: Command, pair: Pair, adapters: Path, tmp_path: Path) -> None:
-    words = ("lab", "fleet", pair.folder, "--adapters", adapters, "--out", tmp_path / "fleet", "--rank", 2, "--json")
-    words += ("--most", 1, "training.max_steps=2")
+    words = ("lab", "fleet", pair.folder, "--adapters", adapters, "--out", tmp_path / "fleet", "--rank", 8, "--json")
+    words += ("--most", 1, "training.max_steps=40")
     first = answer("fleet", outrider(*words))
     by_name = {route["adapter"]: route for route in first["routes"]}
     assert (by_name["idle"]["drafter"], by_name["idle"]["kept"]["value"]) == (OWN, 1.0)
@@ -78,6 +78,7 @@ def test_a_fleet_from_probes_to_routes(outrider: Command, pair: Pair, adapters: 
 
     gained = {name: route["now"]["value"] - route["before"]["value"] for name, route in by_name.items()}
     assert group["gained"] == pytest.approx(sum(g for n, g in gained.items() if by_name[n]["drafter"] != OWN))
+    assert group["gained"] > 0.1
 
     before = digest_files(tmp_path / "fleet" / group["drafter"])
     (tmp_path / "fleet" / "routes.json").unlink()

@@ -239,7 +239,9 @@ class AdapterDecoder:
     """
 
     def __init__(self, target: AdaptedTarget, own: Drafter, drafters: Mapping[str, Drafter]):
-        self.target, self.own, self.drafters = target, own, drafters
+        self.target = target
+        self.own = own
+        self.drafters = drafters
 
     @classmethod
     def of_fleet(cls, pair: Pair, folder: Path, adapters: Mapping[str, Path]) -> Self:

@@ -20,21 +20,21 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3325,
-    "targets": 7740,
+    "targets": 7885,
     "heads": 7645,
     "formats": 4610,
     "decode": 4010,
     "recipes": 810,
     "distill": 5230,
-    "costs": 1200,
-    "eval": 4830,
+    "costs": 1210,
+    "eval": 4850,
     "train": 4675,
     "pair": 3580,
     "serving": 2475,
     "scripts": 4260,
-    LAB: 10_430,
+    LAB: 10_775,
 }
-OTHERS = {"tests": 55_840, "benchmarks": 3925}
+OTHERS = {"tests": 56_220, "benchmarks": 3925}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

@@ -80,6 +80,11 @@ class AdaptedTarget(Target):
                 module.register_forward_pre_hook(self._name_rows, with_kwargs=True)
         cast(nn.Module, self.model).to(base.device).eval().requires_grad_(False)
 
+    @property
+    def reads_in_parts(self) -> bool:
+        """No: rows have adapters of their own, in the order in which they were named."""
+        return False
+
     def new_cache(self, batch_size: int, max_length: int, joined: bool = False) -> RaggedCache:
         """Make a cache for the rows that are named; one of another size, for a measurement, is the target's alone."""
         shapes = self.cache_layout().shapes

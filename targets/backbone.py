@@ -104,6 +104,14 @@ class Backbone:
         return not has_states(self.config)
 
     @property
+    def reads_in_parts(self) -> bool:
+        """Whether prompts can be read in parts, in another order, and what they share once.
+
+        Not where a cache holds more than entries, or rows are not computed alike.
+        """
+        return self.rewinds
+
+    @property
     def pass_backend(self) -> str:
         """The way in which passes of rounds run: "kernels", "packed", "split attention" or "eager"."""
         if self.fast is not None:

@@ -24,7 +24,7 @@ _LEAST_SHARED = 16  # tokens that all prompts begin with, such as a template's, 
 def rows_at_once(rows: int, length: int, target: Target) -> int:
     """Return how many of `rows` prompts of one length are read at once."""
     enough = _CPU_TOKENS if target.device.type == "cpu" else _GPU_TOKENS
-    return rows if rows * length <= enough or not target.rewinds else max(1, enough // length)
+    return rows if rows * length <= enough or not target.reads_in_parts else max(1, enough // length)
 
 
 def prompt_parts(lengths: Sequence[int], target: Target) -> list[list[int]]:
@@ -41,7 +41,7 @@ def prompt_parts(lengths: Sequence[int], target: Target) -> list[list[int]]:
 
 def shared_tokens(tokens: Tensor, lengths: Sequence[int], target: Target) -> int:
     """Return how many tokens of prompts `[B, T]` are read once for all: each has another one after them."""
-    if len(lengths) == 1 or not target.rewinds:
+    if len(lengths) == 1 or not target.reads_in_parts:
         return 0
     most = min(lengths) - 1
     same = (tokens[:, :most] == tokens[:1, :most]).all(0)

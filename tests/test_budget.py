@@ -20,7 +20,7 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3325,
-    "targets": 7885,
+    "targets": 7890,
     "heads": 7645,
     "formats": 4610,
     "decode": 4010,
@@ -32,7 +32,7 @@ ROOMS = {
     "pair": 3580,
     "serving": 2475,
     "scripts": 4260,
-    LAB: 10_775,
+    LAB: 10_780,
 }
 OTHERS = {"tests": 56_220, "benchmarks": 3925}
 # Habits that grow unnoticed, in kernel and lab together.

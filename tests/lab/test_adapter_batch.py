@@ -50,9 +50,13 @@ def eagle3(target: Target, seed: int) -> Drafter:
 @pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_batch_of_eight_adapters_equals_eight_runs(
-    target_folder: Path, adapters: dict[str, Path], plan: Plan, kind: str
+    target_folder: Path, adapters: dict[str, Path], plan: Plan, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of texts and rounds, with three drafters: that of one adapter, that of another, and the target's own."""
+    """Of texts and rounds, with three drafters: that of one adapter, that of another, and the target's own.
+
+    The prompts begin alike, and are of different lengths: without adapters both would be made use of.
+    """
+    monkeypatch.setattr("outrider.targets.prompts._CPU_TOKENS", 30)
     base = Target.load(target_folder, dtype="float64")
     targets = {name: Target.load(target_folder, adapter=adapters[name], dtype="float64") for name in NAMES}
     if kind == "eagle3":
@@ -61,7 +65,7 @@ def test_a_batch_of_eight_adapters_equals_eight_runs(
         own, *others = [drafter(target_folder, adapters.get(name)) for name in ("", *NAMES[:2])]
     drafters = dict(zip(NAMES[:2], others, strict=True)) | {NAMES[2]: own}
     rows = [*NAMES, None, NAMES[1]]
-    prompts = [[5 + row, 7, 11, 13][: 1 + row % 4] for row in range(len(rows))]
+    prompts = [[*range(20, 40), 5 + row, 7, 11, 13][: 21 + row % 4] for row in range(len(rows))]
     decoder = AdapterDecoder(AdaptedTarget(Target.load(target_folder, dtype="float64"), adapters), own, drafters)
     for sampling in (Sampling(0.0), Sampling(1.0, seed=3)):
         together = decoder.generate(prompts, rows, 24, sampling, plan)

@@ -27,7 +27,7 @@ from ..heads.session import model_drafts
 from ..targets import RowLengths, Target
 from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
 from ..targets.images import ImageInputs
-from ..targets.prompts import prompt_parts, read_prompts
+from ..targets.prompts import prompt_parts, read_prompts, shared_tokens
 from ..targets.split_attention import steady_kernels
 from .control import Controller, Schedule
 from .memory import Load, require_memory
@@ -314,7 +314,7 @@ class Run:
         self.sequences = [_Sequence(request.max_new_tokens, ends, request.stop) for _ in request.prompts]
         parts = prompt_parts(request.lengths, target)
         self.active = [i for part in parts for i in part]  # active[i] is the sequence of row i
-        self._parts = [len(part) for part in parts]  # rows that the prompts are read in
+        self._parts = [len(part) for part in parts]  # rows of each part in which prompts are read
         self.seconds, self.rule = Seconds(), "none"
         self.static_batch: StaticBatch | None = None
         self.margin = 0  # entries that a round of fixed shape may write after the longest row
@@ -329,7 +329,7 @@ class Run:
         return Output(tokens, rounds, stats, self.rule, self.setup.lossy)
 
     def steps(self) -> Iterator[list[StreamEvent]]:
-        """Run to the end; yield, per step, one event for each prompt that was still active."""
+        """Run to the end; yield, per step, one event for each prompt that was still active, in no fixed order."""
         try:
             began = time.perf_counter()
             with torch.inference_mode(), steady_kernels():  # per step: a generator must not leave them on in its caller
@@ -351,9 +351,11 @@ class Run:
         began = self._clock()
         tokens = self.request.tokens(self.target.vocab_size)[self.active].to(self.device)
         counts = RowLengths.of([self.request.lengths[i] for i in self.active], self.device)
-        state = self._open(tokens, counts)
+        shared = shared_tokens(tokens, counts.values, self.target)
+        state = self._open(tokens, counts, shared > 0)
         images = next(iter(self.request.images), None)  # with images there is one prompt
-        logits, hidden = read_prompts(self.target, tokens, counts, state.cache, self.setup.taps, self._parts, images)
+        asked = self.setup.taps, self._parts, shared, images
+        logits, hidden = read_prompts(self.target, tokens, counts, state.cache, *asked)
         keys = Keys(state.seed, state.sequences, counts.tensor)
         state, packed = first_tokens(self.setup, state, logits, keys)
         state.session.update(tokens, hidden, counts)
@@ -363,7 +365,7 @@ class Run:
         self.seconds.prefill += self._clock() - began
         return state, events
 
-    def _open(self, tokens: Tensor, counts: RowLengths) -> RoundState:
+    def _open(self, tokens: Tensor, counts: RowLengths, shares: bool) -> RoundState:
         """Take memory for the prompts `[B, T]` and what follows, for the target and the drafter."""
         request = self.request
         drafter = self.drafter
@@ -373,7 +375,8 @@ class Run:
         depth = 0 if drafter is None else self.setup.plan.depth
         nodes = 0 if drafter is None or self.setup.abilities.reads_nodes else drafter.max_nodes(depth)
         sizes = (rows, max(counts.values), request.max_new_tokens, depth)
-        load = Load(*sizes, self.setup.plan, request.sampling, fixed, nodes, fixed and self._can_go_ahead)
+        ahead, part = fixed and self._can_go_ahead, self._largest_part(counts.values)
+        load = Load(*sizes, self.setup.plan, request.sampling, fixed, nodes, ahead, part, shares)
         require_memory(self.target, drafter, load, self.static_batches.held(rows, drafter) if fixed else 0)
         session: Session
         if fixed:
@@ -395,6 +398,11 @@ class Run:
         context = None if processors is None else processors.start(tokens, counts.tensor)
         ids = torch.tensor([request.ids[i] for i in self.active], device=tokens.device)
         return RoundState(tokens[:, 0], ids, seed, speculate, context, cache, session)
+
+    def _largest_part(self, lengths: Sequence[int]) -> int:
+        """Return the tokens of the largest part in which prompts are read, with its padding."""
+        begins = [sum(self._parts[:number]) for number in range(len(self._parts))]
+        return max(count * lengths[begin] for begin, count in zip(begins, self._parts, strict=True))
 
     def _check_output_ids(self, session: Session) -> None:
         """Raise IncompatibleError if the session, which may be somebody else's, drafts tokens that do not exist."""

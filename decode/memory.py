@@ -47,6 +47,8 @@ class Load:
     fixed: bool = False  # whether rounds have fixed shapes (see `static_batch`)
     nodes: int = 0  # most draft tokens of a row, where the drafter makes the proposal itself; 0 for `depth` at most
     ahead: bool = False  # whether a round may be launched before the last one is read: finished rows write one more
+    part: int = 0  # tokens of the largest part in which prompts are read; those of prompts of one length at least
+    shares: bool = False  # whether what all prompts begin with is read once
 
     @property
     def length(self) -> int:
@@ -168,10 +170,10 @@ def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
     taps = 0 if drafter is None else len(drafter.taps) * state
     # Taps below the last layer are kept while the layers after them run.
     inner = 0 if drafter is None else sum(tap < target.num_layers for tap in drafter.taps) * state
-    part = rows_at_once(load.rows, load.prompt, target)
-    whole = 0 if part == load.rows else tokens * taps
-    own = target.footprint().of_prompt(part, load.prompt) + part * load.prompt * inner + whole
-    kept = part * load.prompt * (state + taps + inner) + whole + _logit_bytes(target, load, 1, sampled=False)
+    part = max(rows_at_once(load.rows, load.prompt, target) * load.prompt, min(load.part, tokens))
+    whole = 0 if part == tokens and not load.shares else tokens * taps
+    own = target.footprint().of_prompt(part / load.prompt, load.prompt) + part * inner + whole
+    kept = part * (state + taps + inner) + whole + _logit_bytes(target, load, 1, sampled=False)
     if drafter is None:
         return max(own, kept)
     return max(own, kept, tokens * taps + _reading(drafter, target).peak(load.rows, load.prompt))

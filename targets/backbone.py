@@ -107,9 +107,12 @@ class Backbone:
     def reads_in_parts(self) -> bool:
         """Whether prompts can be read in parts, in another order, and what they share once.
 
-        Not where a cache holds more than entries, or rows are not computed alike.
+        Not where a cache holds more than entries, rows are not computed alike, or a token's rotation depends on the
+        longest row of its pass, as longrope's does.
         """
-        return self.rewinds
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+        return self.rewinds and all(each.get("rope_type") != "longrope" for each in kinds)
 
     @property
     def pass_backend(self) -> str:

@@ -371,9 +371,9 @@ class RaggedCache(Cache):
         self.advance(RowLengths.of([count] * self.batch_size, self.lengths.device))
 
     def part(self, rows: slice) -> RaggedCache:
-        """Return a cache of some rows in the same memory: passes write there, and `advance` of one is not the other's.
+        """Return a cache of some rows in the same memory. `advance` on one leaves the other as it is.
 
-        But for the whole, all layers must be attention's, and allocated.
+        Unless `rows` are all rows, every layer must be attention's, and allocated.
         """
         if rows == slice(0, self.batch_size):
             return self

@@ -77,7 +77,7 @@ class Footprint:
     reread: int = 0  # tokens of a row that a pass may read again before the new ones (see `RecurrentCache`)
     chunk: int = 1  # the tokens of a pass count in whole chunks of this many
 
-    def of_prompt(self, rows: int, length: int) -> int:
+    def of_prompt(self, rows: float, length: int) -> int:
         """Return the bytes that a pass over whole prompts works with."""
         masks = self.per_mask if self.reread else 0
         return int(rows * (self._counted(length) * self.per_token + length**2 * (self.per_score + masks)))

@@ -19,12 +19,17 @@ from .target import Target
 _CPU_TOKENS = 512
 _GPU_TOKENS = 16384
 _LEAST_SHARED = 16  # tokens that all prompts begin with, such as a template's, from which reading them once pays
+_MOST_MASKED = 2**22  # pairs of a part's tokens and entries: what follows a beginning needs a mask
 
 
 def rows_at_once(rows: int, length: int, target: Target) -> int:
     """Return how many of `rows` prompts of one length are read at once."""
-    enough = _CPU_TOKENS if target.device.type == "cpu" else _GPU_TOKENS
+    enough = _enough(target)
     return rows if rows * length <= enough or not target.reads_in_parts else max(1, enough // length)
+
+
+def _enough(target: Target) -> int:
+    return _CPU_TOKENS if target.device.type == "cpu" else _GPU_TOKENS
 
 
 def prompt_parts(lengths: Sequence[int], target: Target) -> list[list[int]]:
@@ -41,9 +46,9 @@ def prompt_parts(lengths: Sequence[int], target: Target) -> list[list[int]]:
 
 def shared_tokens(tokens: Tensor, lengths: Sequence[int], target: Target) -> int:
     """Return how many tokens of prompts `[B, T]` are read once for all: each has another one after them."""
-    if len(lengths) == 1 or not target.reads_in_parts:
+    most, longest = min(lengths) - 1, max(lengths)
+    if len(lengths) == 1 or not target.reads_in_parts or max(_enough(target), longest) * longest > _MOST_MASKED:
         return 0
-    most = min(lengths) - 1
     same = (tokens[:, :most] == tokens[:1, :most]).all(0)
     count = int(same.long().cumprod(0).sum())
     return count if count >= _LEAST_SHARED else 0
@@ -56,15 +61,15 @@ def read_prompts(
     cache: RaggedCache,
     taps: Sequence[int],
     parts: Sequence[int],
+    shared: int = 0,
     images: ImageInputs | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Read prompts `[B, T]` into an empty cache, so many rows at a time.
+    """Read prompts `[B, T]` into an empty cache, so many rows at a time, and their `shared` first tokens once.
 
     Returns:
         The logits after each prompt, `[B, 1, V]`, and the states at the taps, `[B, T, K, H]`, or None without taps;
         those of padding mean nothing.
     """
-    shared = shared_tokens(tokens, counts.values, target)
     left = RowLengths.of([count - shared for count in counts.values], tokens.device)
     if len(parts) == 1 and not shared:
         out = target.forward(tokens, cache, taps, counts.tensor[:, None] - 1, images=images)

@@ -20,21 +20,21 @@ LAB = "lab"
 # Lines of Python in each room. The kernel's goal is 40,000 in all; it is not reached yet.
 ROOMS = {
     "common": 3325,
-    "targets": 7890,
+    "targets": 7900,
     "heads": 7645,
     "formats": 4610,
-    "decode": 4010,
+    "decode": 4020,
     "recipes": 810,
     "distill": 5230,
     "costs": 1210,
-    "eval": 4850,
+    "eval": 4870,
     "train": 4675,
     "pair": 3580,
     "serving": 2475,
     "scripts": 4260,
-    LAB: 10_780,
+    LAB: 10_790,
 }
-OTHERS = {"tests": 56_220, "benchmarks": 3925}
+OTHERS = {"tests": 56_270, "benchmarks": 3925}
 # Habits that grow unnoticed, in kernel and lab together.
 HABITS = {
     "functions of more than 60 lines": 6,

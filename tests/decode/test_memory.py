@@ -93,6 +93,24 @@ def test_the_budget_is_what_a_generation_allocates(name, size, plan, sampling, d
     assert announced.total == pytest.approx(count.peak, rel=0.05), announced
 
 
+@pytest.mark.parametrize("least_shared", [16, 10**6])
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+def test_prompts_of_different_lengths_stay_within_the_budget(name, least_shared, monkeypatch):
+    """The second part has more tokens than the first; and where a beginning is read once, states are there twice."""
+    monkeypatch.setattr("outrider.targets.prompts._LEAST_SHARED", least_shared)
+    loads: list[Load] = []
+    monkeypatch.setattr(
+        "outrider.decode.engine.require_memory", lambda _target, _drafter, load, _held: loads.append(load)
+    )
+    target = Target(llama(vocab=500))
+    drafter = make(name, target)
+    asked = [prompts(1, length)[0] for length in (300, 256, 256)]
+    with PeakBytes() as count:
+        Decoder(target, drafter, static=False).generate(asked, 4, Sampling(0.0), Plan(3), ignore_eos=True)
+    assert (loads[0].part, loads[0].shares) == (512, least_shared == 16)
+    assert count.peak <= 1.05 * budget(target, drafter, loads[0]).total
+
+
 def test_a_cache_of_the_engine_is_as_large_as_the_budget_says(monkeypatch):
     """Of target and drafter, and each allocated before the target reads anything."""
     target = Target(llama())

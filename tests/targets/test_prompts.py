@@ -32,10 +32,22 @@ def test_a_part_has_prompts_of_about_one_length(target, monkeypatch):
     assert prompt_parts([1, 40], target) == [[1], [0]]
 
 
-def test_a_target_with_states_reads_all_prompts_at_once(monkeypatch):
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3_next", {}),
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32, "pad_token_id": 0}),
+    ],
+)
+def test_all_prompts_are_read_at_once(kind, changes, monkeypatch):
+    """By a target with states, and by one that rotates short prompts otherwise where a long one stands beside them."""
     monkeypatch.setattr(prompts, "_CPU_TOKENS", 10)
-    recurrent = Target(small_model("qwen3_next"))
-    assert prompt_parts(LENGTHS, recurrent) == [list(range(6))]
+    target = Target(small_model(kind, **changes))
+    assert prompt_parts(LENGTHS, target) == [list(range(6))]
+    assert prompts.shared_tokens(torch.arange(60).repeat(3, 1), [60, 40, 30], target) == 0
 
 
 def test_what_all_begin_with_is_read_once_if_it_is_long(target):
@@ -45,6 +57,7 @@ def test_what_all_begin_with_is_read_once_if_it_is_long(target):
     assert prompts.shared_tokens(tokens, [60, 40, 20], target) == 19  # each has a token left
     assert prompts.shared_tokens(tokens, [60, 40, 10], target) == 0
     assert prompts.shared_tokens(tokens[:1], [60], target) == 0
+    assert prompts.shared_tokens(tokens, [60_000, 40, 30], target) == 0  # masks would be large
 
 
 WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -62,7 +75,7 @@ def test_what_is_read_is_the_librarys(kind, changes, monkeypatch):
     cache = target.new_cache(4, 40)
     parts = [len(part) for part in prompt_parts(counts.values, target)]
     assert len(parts) == 4
-    logits, hidden = read_prompts(target, tokens, counts, cache, (2,), parts)
+    logits, hidden = read_prompts(target, tokens, counts, cache, (2,), parts, shared=20)
     after = target.forward(tokens[:, :1], cache).logits
     for row, text in enumerate(texts):
         whole = target.model(torch.tensor([[*text, int(tokens[row, 0])]]), output_hidden_states=True)

@@ -49,7 +49,8 @@ from .tuning_record import BatchTuning, Candidate, CostRecord, Tuning, plan_word
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WIDEST_ON_CPU = 64  # the largest tree that is tried; a wider pass would be timed for nothing, and is slow there
 _TIMED_DEPTHS = (1, 2, 4)  # and the deepest; between them rounds are interpolated
-_TIMED_GROUPS = 3  # batches by which rounds are timed
+_TIMED_GROUPS = 3  # batches by which rounds are timed; one where time is short
+_FIRST_TOKENS = 8  # of a plan's first answer on a CPU, where nothing is captured
 _LEAST_GROUPS = 4
 _LEAST_PROMPTS, _LEAST_TOKENS = 6, 32  # however little time there is
 _SLOW_PASS, _SLOW_REPEATS = 0.01, 5  # passes that take so many seconds vary little, and are repeated so often
@@ -102,7 +103,8 @@ def tune(
     with threads(settings.threads):
         if seconds is not None or console is not None:
             answer = _answer_seconds(target, jobs, settings)
-            work = _Work(answer, settings.max_new_tokens, tuple(sorted(set(batch_sizes))), len(fusions))
+            sizes, whole = tuple(sorted(set(batch_sizes))), target.device.type != "cpu"
+            work = _Work(answer, settings.max_new_tokens, sizes, len(fusions), whole)
             if seconds is not None:
                 settings = work.fitted(suites, settings, seconds)
                 jobs = make_jobs(suites, settings.limit)
@@ -125,20 +127,30 @@ def _answer_seconds(target: Target, jobs: Sequence[PromptJob], settings: EvalSpe
     return answers[1].seconds
 
 
+def _timed_groups(settings: EvalSpec) -> int:
+    """Return by how many batches rounds are timed."""
+    return _TIMED_GROUPS if settings.repeats > 1 else 1
+
+
 @dataclass(frozen=True)
 class _Work:
-    """What a tuning does, counted in answers of the plain target of `tokens` in `answer` seconds."""
+    """What a tuning does, counted in answers of the plain target of `tokens` in `answer` seconds.
+
+    `whole`: whether a plan's first answer, which counts for nothing, is as long as the others.
+    """
 
     answer: float
     tokens: int
     sizes: tuple[int, ...]
     fusions: int
+    whole: bool = False
 
     def seconds(self, prompts: int, settings: EvalSpec) -> float:
-        """Return about how long it takes: a plan's first answer counts for nothing, and takes its time."""
+        """Return about how long it takes."""
         measured = 2 * _RACING + 2 + (_RACING if self.fusions else 0)  # the plain plan and a controller's, too
-        timed = (1 + _TIMED_GROUPS) * (len(_TIMED_DEPTHS) + 2) * (2 + min(1, self.fusions))
-        raced = len(self.sizes) * (measured * (1 + prompts * settings.repeats) + timed)
+        plans = (len(_TIMED_DEPTHS) + 2) * (2 + min(1, self.fusions))
+        raced = measured * prompts * settings.repeats + plans * _timed_groups(settings)
+        raced = len(self.sizes) * (raced + (measured + plans if self.whole else 0))
         answers = prompts * (2 + self.fusions) + raced
         return self.passes + answers * self.answer * settings.max_new_tokens / self.tokens
 
@@ -346,7 +358,7 @@ class _Tuner:
         named = {str(i): (self._decoder(plan, drafting), plan) for i, plan in enumerate(plans)}
         lengths = [statistics.mean(len(j.prompt.tokens) for j in group) for group in groups]
         middle = statistics.median(lengths)
-        nearest = sorted(range(len(groups)), key=lambda i: abs(lengths[i] - middle))[:_TIMED_GROUPS]
+        nearest = sorted(range(len(groups)), key=lambda i: abs(lengths[i] - middle))[: _timed_groups(self.settings)]
         answers = self._turns(named, [groups[i] for i in sorted(nearest)], repeats=1, what="timing rounds")
         return [round_times([repeats[0] for repeats in per_group]) for per_group in answers.values()]
 
@@ -369,13 +381,13 @@ class _Tuner:
     ) -> list[Option]:
         """Return the chains of the fusion that is predicted to be the fastest, with their times.
 
-        Its rounds alone are timed: until then a fusion's cost what the drafter's own do.
+        Only its rounds are timed; before that, a fusion's are taken to cost what the drafter's own do.
         """
         found = []
         for statistical, drafter, decoder in self.fusions:
             with self.bars(f"batch {size}: acceptance with {statistical['type']}", 1):
                 seen = self._acceptance(drafter, False, at_once=size)
-            fastest = best(chain_options(costs, loops, seen, size), 1)[0]
+            fastest = best(chain_options(costs, loops, seen, size)[1:], 1)[0]
             found.append((fastest.predicted, seen, statistical, drafter, decoder))
         if not found:
             return []
@@ -405,10 +417,14 @@ class _Tuner:
         self, entries: dict[str, tuple[Decoder, Plan]], groups: Sequence[list[PromptJob]], repeats: int, what: str
     ) -> dict[str, list[list[BatchAnswer]]]:
         racers = [BatchRacer(name, decoder, plan, self.settings) for name, (decoder, plan) in entries.items()]
+        first = self.settings
+        if self.target.device.type == "cpu":
+            few = max(_FIRST_TOKENS, self.sampling.min_new_tokens)
+            first = first.model_copy(update={"max_new_tokens": min(few, first.max_new_tokens)})
         longest = max(groups, key=lambda g: max(len(j.prompt.tokens) for j in g))
         # First calls are slow; the largest one first, so that the decoder asks for memory once.
         for racer in sorted(racers, key=lambda r: -r.plan.max_nodes):
-            racer(longest, self.sampling.temperature)
+            BatchRacer(racer.name, racer.decoder, racer.plan, first)(longest, self.sampling.temperature)
         with self.bars(what, len(racers) * len(groups) * repeats) as advance:
             return race(racers, groups, self.sampling.temperature, repeats, lambda: advance(1, ""))
 

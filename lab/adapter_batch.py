@@ -188,9 +188,10 @@ class RoutedDrafter(Drafter[DrafterConfig]):
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> RoutedSession:
+        asked = self.rows if batch_size == len(self.rows) else [self.rows[0]] * batch_size  # else for a measurement
         parts = []
-        for drafter in dict.fromkeys(self.rows):
-            rows = [row for row, own in enumerate(self.rows) if own is drafter]
+        for drafter in dict.fromkeys(asked):
+            rows = [row for row, own in enumerate(asked) if own is drafter]
             parts.append((cast(NodeSession, drafter.open(target, len(rows), max_length, spare)), rows))
         return RoutedSession(parts)
 

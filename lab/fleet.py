@@ -5,7 +5,8 @@ lose τ the one that loses most leads a group: a low-rank change of the drafter 
 try this drafter, and the one that still loses most leads the next group. In the end each adapter is routed to the
 drafter with which it has the largest τ; to another than the pair's own only where that is certain.
 
-What cannot end well is refused before the first probe. Killed at any moment, the same call goes on from what is there.
+What can be seen without merging is refused before the first probe. Killed at any moment, the same call goes on from
+what is there.
 
 folder/asked.json               the settings
 folder/tried/ADAPTER/LEADER.json    what was counted on an adapter's target with a drafter; `_own.json` with the pair's
@@ -138,6 +139,9 @@ def read_routes(folder: Path) -> FleetRoutes:
     except (OSError, ValidationError) as error:
         said = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else reason(error)
         raise BadInputError(f"{file}: no routes of a fleet ({said}). {advice}") from error
+    for group in found.groups:
+        if not (folder / group.drafter).resolve().is_relative_to(folder.resolve()):
+            raise BadInputError(f"{file}: the drafter {group.drafter!r} is not in this folder. {advice}")
     known = {OWN} | {group.leader for group in found.groups}
     if lost := {route.drafter for route in found.routes} - known:
         raise BadInputError(f"{file}: no routes of a fleet (there is no group of {min(lost)}). {advice}")
@@ -178,13 +182,14 @@ class Fleet:
                 self._lead(leader)
                 for name in sorted(self.hurt(), key=lambda name: name != leader):  # whose target is loaded comes first
                     self._try(name, leader)
+            self.loaded.clear()
             routes = self.routes()
             text = TypeAdapter(FleetRoutes).dump_json(routes, indent=1).decode()
             write_atomically(self.folder / ROUTES, text + "\n")
             return routes
 
     def check_all(self) -> None:
-        """Refuse what cannot end well, before the first probe; no adapter's target is made for that.
+        """Refuse what can be seen to end badly, before the first probe; no adapter's target is made for that.
 
         Raises as opening the pair, loading its adapters and refreshing it do.
         """
@@ -248,6 +253,7 @@ class Fleet:
     def _lead(self, leader: str) -> None:
         """Learn a change of the drafter from the answers of the leader's target."""
         options, target = self.options, self._target(leader)
+        target.run_eagerly()  # as it was loaded: a probe may have packed its weights
         recipe = refresh_recipe(self.pair, target, self.folder / "groups" / leader, options.overrides)
         training = RefreshOptions(options.rank, options.seconds)
         self.leaders[leader] = refreshed_drafter(self.pair, recipe, target, training, self.console)

@@ -10,6 +10,7 @@ import torch
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.decode.memory import Load, budget
 from outrider.heads import Drafter, DraftModel, Ngram, NgramConfig, drafter_config
 from outrider.lab.adapter_batch import AdaptedTarget, AdapterDecoder, RoutedDrafter
 from outrider.targets import Target
@@ -76,6 +77,13 @@ def test_a_batch_of_eight_adapters_equals_eight_runs(
         if sampling.temperature == 0:
             plain = decoder.generate(prompts, rows, 24, sampling, plan, speculate=False)
             assert plain.tokens == together.tokens, "texts are as without drafts"
+
+
+def test_the_memory_of_a_batch_is_measured_on_one_row(target_folder: Path, adapters: dict[str, Path]) -> None:
+    target = AdaptedTarget(Target.load(target_folder), adapters)
+    heads = [eagle3(target, seed) for seed in range(2)]
+    load = Load(3, 5, 8, 2, Plan(2), Sampling(0.0))
+    assert budget(target, RoutedDrafter([heads[1], heads[0], heads[1]]), load).drafter > 0
 
 
 def test_adapters_change_the_text_of_one_prompt(target_folder: Path, adapters: dict[str, Path]) -> None:

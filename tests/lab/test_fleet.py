@@ -96,6 +96,9 @@ def test_a_fleet_from_probes_to_routes(outrider: Command, pair: Pair, adapters: 
     for name, prompt, text in zip(by_name, prompts, together.tokens, strict=True):
         alone = Target.load(pair.manifest.target.source.path, adapter=str(adapters / name))
         assert Decoder(alone).generate([prompt], 8).tokens[0] == text
+    altered(tmp_path / "fleet" / "routes.json", groups=[group | {"drafter": "../other"}])
+    with pytest.raises(BadInputError, match=r"the drafter '\.\./other' is not in this folder"):
+        AdapterDecoder.of_fleet(pair, tmp_path / "fleet", adapters_in(adapters))
     altered(tmp_path / "fleet" / "routes.json", groups=[])
     with pytest.raises(BadInputError, match=f"there is no group of {group['leader']}"):
         AdapterDecoder.of_fleet(pair, tmp_path / "fleet", adapters_in(adapters))

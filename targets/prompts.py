@@ -72,7 +72,7 @@ def read_prompts(
     """
     left = RowLengths.of([count - shared for count in counts.values], tokens.device)
     if len(parts) == 1 and not shared:
-        out = target.forward(tokens, cache, taps, counts.tensor[:, None] - 1, images=images)
+        out = target.forward(tokens, cache, taps=taps, at=counts.tensor[:, None] - 1, images=images)
         cache.advance(counts)
         return out.logits, out.hidden
     hidden: Tensor | None = None
@@ -80,7 +80,7 @@ def read_prompts(
         shape = (*tokens.shape, len(taps), target.hidden_size)
         hidden = torch.zeros(shape, dtype=target.dtype, device=tokens.device)
     if shared:
-        out = target.forward(tokens[:1, :shared], cache.part(slice(0, 1)), taps, logits=False)
+        out = target.forward(tokens[:1, :shared], cache.part(slice(0, 1)), taps=taps, logits=False)
         cache.share(shared)
         if hidden is not None and out.hidden is not None:
             hidden[:, :shared] = out.hidden
@@ -89,7 +89,8 @@ def read_prompts(
     for count in parts:
         rows = slice(begin, begin + count)
         end = shared + max(left.values[rows])
-        out = target.forward(tokens[rows, shared:end], cache.part(rows), taps, left.tensor[rows, None] - 1)
+        at = left.tensor[rows, None] - 1
+        out = target.forward(tokens[rows, shared:end], cache.part(rows), taps=taps, at=at)
         assert out.logits is not None
         logits.append(out.logits)
         if hidden is not None and out.hidden is not None:

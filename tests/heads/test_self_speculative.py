@@ -308,7 +308,8 @@ def test_there_is_one_cache(target, caches, static, kind):
     assert len(caches) == len(PLANS)
 
 
-def test_the_state_takes_no_memory_and_the_budget_is_what_a_generation_allocates(target):
+def test_the_state_takes_no_memory_and_the_budget_is_what_a_generation_allocates(target, monkeypatch):
+    monkeypatch.setattr("outrider.targets.prompts._LEAST_SHARED", 10**6)  # alike prompts would be read once
     drafter = build(target)
     with torch.inference_mode(), PeakBytes() as opened:
         state = drafter.open(target, 3, 40, 7)

@@ -7,8 +7,6 @@ import logging
 import os
 from pathlib import Path
 
-from transformers.integrations import get_available_reporting_integrations
-
 from ...common.errors import reason
 from ...common.untrusted_files import read_text
 from ...recipes import Recipe
@@ -22,7 +20,7 @@ def track_report(recipe: Recipe, folder: Path) -> None:
     """Give a written report to the recipe's trackers, each in a run of its own; a failure is only a warning."""
     asked = recipe.training.get("report_to") or []
     if asked in ("all", ["all"]):
-        asked = get_available_reporting_integrations()
+        asked = importlib.import_module("transformers.integrations").get_available_reporting_integrations()
     for tracker in [asked] if isinstance(asked, str) else asked:
         try:
             if tracker in _RUNS:

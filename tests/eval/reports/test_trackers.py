@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from outrider.eval.reports import trackers
 from outrider.eval.reports.trackers import track_report
 from outrider.recipes import Recipe
 
@@ -59,7 +58,7 @@ def test_trackio_gets_page_and_artifact(report: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("named", ["tensorboard", "all"])
 def test_tensorboard_gets_the_tables(report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr("transformers.integrations.get_available_reporting_integrations", lambda: ["tensorboard"])
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     track_report(recipe(tmp_path, named), report)
     [events] = (tmp_path / "board" / "report").glob("events.out.tfevents.*")

@@ -312,9 +312,9 @@ class Run:
         self.setup = RoundSetup(target, plan, sampler_config, abilities, taps, proposals=check)
         self.controller = None if self.drafter is None else _controller(plan, abilities, len(request.prompts))
         self.sequences = [_Sequence(request.max_new_tokens, ends, request.stop) for _ in request.prompts]
-        parts = prompt_parts(request.lengths, target)
-        self.active = [i for part in parts for i in part]  # active[i] is the sequence of row i
-        self._parts = [len(part) for part in parts]  # rows of each part in which prompts are read
+        self._parts = prompt_parts(request.lengths, target)
+        self._shared = shared_tokens(request.rows, target)  # tokens that all prompts begin with, and are read once
+        self.active = [i for part in self._parts for i in part]  # active[i] is the sequence of row i
         self.seconds, self.rule = Seconds(), "none"
         self.static_batch: StaticBatch | None = None
         self.margin = 0  # entries that a round of fixed shape may write after the longest row
@@ -351,10 +351,9 @@ class Run:
         began = self._clock()
         tokens = self.request.tokens(self.target.vocab_size)[self.active].to(self.device)
         counts = RowLengths.of([self.request.lengths[i] for i in self.active], self.device)
-        shared = shared_tokens(tokens, counts.values, self.target)
-        state = self._open(tokens, counts, shared > 0)
+        state = self._open(tokens, counts)
         images = next(iter(self.request.images), None)  # with images there is one prompt
-        asked = self.setup.taps, self._parts, shared, images
+        asked = self.setup.taps, list(map(len, self._parts)), self._shared, images
         logits, hidden = read_prompts(self.target, tokens, counts, state.cache, *asked)
         keys = Keys(state.seed, state.sequences, counts.tensor)
         state, packed = first_tokens(self.setup, state, logits, keys)
@@ -365,7 +364,7 @@ class Run:
         self.seconds.prefill += self._clock() - began
         return state, events
 
-    def _open(self, tokens: Tensor, counts: RowLengths, shares: bool) -> RoundState:
+    def _open(self, tokens: Tensor, counts: RowLengths) -> RoundState:
         """Take memory for the prompts `[B, T]` and what follows, for the target and the drafter."""
         request = self.request
         drafter = self.drafter
@@ -375,7 +374,8 @@ class Run:
         depth = 0 if drafter is None else self.setup.plan.depth
         nodes = 0 if drafter is None or self.setup.abilities.reads_nodes else drafter.max_nodes(depth)
         sizes = (rows, max(counts.values), request.max_new_tokens, depth)
-        ahead, part = fixed and self._can_go_ahead, self._largest_part(counts.values)
+        part = max(len(part) * max(request.lengths[i] for i in part) for part in self._parts)
+        ahead, shares = fixed and self._can_go_ahead, self._shared > 0
         load = Load(*sizes, self.setup.plan, request.sampling, fixed, nodes, ahead, part, shares)
         require_memory(self.target, drafter, load, self.static_batches.held(rows, drafter) if fixed else 0)
         session: Session
@@ -398,11 +398,6 @@ class Run:
         context = None if processors is None else processors.start(tokens, counts.tensor)
         ids = torch.tensor([request.ids[i] for i in self.active], device=tokens.device)
         return RoundState(tokens[:, 0], ids, seed, speculate, context, cache, session)
-
-    def _largest_part(self, lengths: Sequence[int]) -> int:
-        """Return the tokens of the largest part in which prompts are read, with its padding."""
-        begins = [sum(self._parts[:number]) for number in range(len(self._parts))]
-        return max(count * lengths[begin] for begin, count in zip(begins, self._parts, strict=True))
 
     def _check_output_ids(self, session: Session) -> None:
         """Raise IncompatibleError if the session, which may be somebody else's, drafts tokens that do not exist."""

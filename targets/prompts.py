@@ -44,13 +44,14 @@ def prompt_parts(lengths: Sequence[int], target: Target) -> list[list[int]]:
     return parts if len(parts) > 1 else [together]
 
 
-def shared_tokens(tokens: Tensor, lengths: Sequence[int], target: Target) -> int:
-    """Return how many tokens of prompts `[B, T]` are read once for all: each has another one after them."""
-    most, longest = min(lengths) - 1, max(lengths)
-    if len(lengths) == 1 or not target.reads_in_parts or max(_enough(target), longest) * longest > _MOST_MASKED:
+def shared_tokens(rows: Sequence[Tensor], target: Target) -> int:
+    """Return how many tokens of all prompts, `[T]` each, are read once: each has another one after them."""
+    longest = max(map(len, rows))
+    if len(rows) == 1 or not target.reads_in_parts or max(_enough(target), longest) * longest > _MOST_MASKED:
         return 0
-    same = (tokens[:, :most] == tokens[:1, :most]).all(0)
-    count = int(same.long().cumprod(0).sum())
+    most = min(map(len, rows)) - 1
+    begins = torch.stack([row[:most] for row in rows])
+    count = int((begins == begins[:1]).all(0).long().cumprod(0).sum())
     return count if count >= _LEAST_SHARED else 0
 
 

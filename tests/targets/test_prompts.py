@@ -47,17 +47,17 @@ def test_all_prompts_are_read_at_once(kind, changes, monkeypatch):
     monkeypatch.setattr(prompts, "_CPU_TOKENS", 10)
     target = Target(small_model(kind, **changes))
     assert prompt_parts(LENGTHS, target) == [list(range(6))]
-    assert prompts.shared_tokens(torch.arange(60).repeat(3, 1), [60, 40, 30], target) == 0
+    assert prompts.shared_tokens([torch.arange(60), torch.arange(40), torch.arange(30)], target) == 0
 
 
 def test_what_all_begin_with_is_read_once_if_it_is_long(target):
-    tokens = torch.arange(60).repeat(3, 1)
-    tokens[1, 20:] = 1
-    assert prompts.shared_tokens(tokens, [60, 40, 30], target) == 20
-    assert prompts.shared_tokens(tokens, [60, 40, 20], target) == 19  # each has a token left
-    assert prompts.shared_tokens(tokens, [60, 40, 10], target) == 0
-    assert prompts.shared_tokens(tokens[:1], [60], target) == 0
-    assert prompts.shared_tokens(tokens, [60_000, 40, 30], target) == 0  # masks would be large
+    whole, other = torch.arange(60), torch.arange(40)
+    other[20:] = 1
+    assert prompts.shared_tokens([whole, other, whole[:30]], target) == 20
+    assert prompts.shared_tokens([whole, other, whole[:20]], target) == 19  # each has a token left
+    assert prompts.shared_tokens([whole, other, whole[:10]], target) == 0
+    assert prompts.shared_tokens([whole], target) == 0
+    assert prompts.shared_tokens([torch.arange(60_000), other, whole[:30]], target) == 0  # masks would be large
 
 
 WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
